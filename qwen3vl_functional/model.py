@@ -1,0 +1,145 @@
+"""The model as a chain of blocks: patches -> tower -> mergers -> fused with the text -> decoder layers -> hidden rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .collectives import Groups
+from .config import Qwen3VLMoeConfig
+from .layers import Params, rms_norm
+from .positions import Batch, Inputs, prepare
+from .spec import SpecTree, subtree, weight
+from .text import attention_half, mlp_half, text_specs
+from .transforms import Block, Values, run
+from .vision import merger, patch_embed, vision_block, vision_specs
+
+Remat = Literal["off", "full", "selective"]
+
+VISION = "model.visual"
+TEXT = "model.language_model"
+
+
+def param_specs(cfg: Qwen3VLMoeConfig) -> SpecTree:
+    """The whole tree; dotted paths are the names on the hub. A tied head has no leaf of its own."""
+    model: SpecTree = {} if cfg.vision is None else {"visual": vision_specs(cfg.vision)}
+    model["language_model"] = text_specs(cfg.text)
+    if cfg.tie_word_embeddings:
+        return {"model": model}
+    head = weight((cfg.text.vocab_size, cfg.text.hidden_size), ("vocab", "embed"), cfg.text.initializer_range)
+    return {"model": model, "lm_head": {"weight": head}}
+
+
+def head_path(cfg: Qwen3VLMoeConfig) -> str:
+    """Path of the leaf that turns hidden rows into logits."""
+    return f"{TEXT}.embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"
+
+
+def model_blocks(
+    cfg: Qwen3VLMoeConfig, inputs: Inputs, groups: Groups = Groups(), *, rows: torch.Tensor | None = None, remat: Remat = "off"
+) -> list[Block]:
+    """The chain from pixels and ids to ``hidden``: the normed hidden states at ``rows`` (None: of every token).
+
+    Other values it leaves: ``visual``, ``deepstack.<j>``, and with ``output_router_logits`` the routers'
+    ``router_prob.<layer>`` and ``router_count.<layer>`` (see ``moe.Routing``).
+    """
+    blocks = [] if cfg.vision is None else _vision_blocks(cfg, inputs, remat)
+    blocks.append(_fuse_block(cfg, inputs))
+    for layer in range(cfg.text.num_hidden_layers):
+        blocks += _decoder_blocks(cfg, layer, inputs, groups, remat)
+
+    def final(norm: Params, x_TD: torch.Tensor) -> tuple[torch.Tensor]:
+        x_TD = x_TD if rows is None else x_TD.index_select(0, rows)
+        return (rms_norm(norm["weight"], x_TD, cfg.text.rms_norm_eps),)
+
+    blocks.append(Block((f"{TEXT}.norm",), ("text",), ("hidden",), final))
+    return blocks
+
+
+def _vision_blocks(cfg: Qwen3VLMoeConfig, inputs: Inputs, remat: Remat) -> list[Block]:
+    vision, tower = cfg.vision, inputs.vision
+    assert vision is not None and tower is not None
+    full = remat == "full"
+
+    def embed(proj: Params, table: Params) -> tuple[torch.Tensor]:
+        return (patch_embed(proj, table, tower),)
+
+    def block(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
+        return (vision_block(params, x_PW, tower, vision),)
+
+    def deepstack(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
+        return (merger(params, x_PW, vision, norm_merged=True),)
+
+    def final(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
+        return (merger(params, x_PW, vision, norm_merged=False),)
+
+    blocks = [Block((f"{VISION}.patch_embed.proj", f"{VISION}.pos_embed"), (), ("vision",), embed)]
+    for i in range(vision.depth):
+        blocks.append(Block((f"{VISION}.blocks.{i}",), ("vision",), ("vision",), block, full))
+        for j, depth in enumerate(vision.deepstack_visual_indexes):
+            if depth == i:
+                path = f"{VISION}.deepstack_merger_list.{j}"
+                blocks.append(Block((path,), ("vision",), (f"deepstack.{j}",), deepstack, full))
+    blocks.append(Block((f"{VISION}.merger",), ("vision",), ("visual",), final, full))
+    return blocks
+
+
+def _fuse_block(cfg: Qwen3VLMoeConfig, inputs: Inputs) -> Block:
+    text = inputs.text
+
+    def fuse(table: Params, *visual_MD: torch.Tensor) -> tuple[torch.Tensor]:
+        x_TD = F.embedding(text.ids_T, table["weight"])
+        for rows in visual_MD:
+            x_TD = x_TD.index_copy(0, text.visual_rows_M, rows.to(x_TD.dtype))
+        return (x_TD,)
+
+    return Block((f"{TEXT}.embed_tokens",), () if cfg.vision is None else ("visual",), ("text",), fuse)
+
+
+def _decoder_blocks(cfg: Qwen3VLMoeConfig, layer: int, inputs: Inputs, groups: Groups, remat: Remat) -> list[Block]:
+    """One block a layer, or with selective remat two: attention is kept, the experts are recomputed."""
+    text, path = cfg.text, f"{TEXT}.layers.{layer}"
+    num_features = 0 if cfg.vision is None else len(cfg.vision.deepstack_visual_indexes)
+    features = (f"deepstack.{layer}",) if layer < num_features else ()
+    reports = text.output_router_logits and text.is_moe_layer(layer)
+    writes = ("text", f"router_prob.{layer}", f"router_count.{layer}") if reports else ("text",)
+
+    def attention(norm: Params, attn: Params, x_TD: torch.Tensor) -> tuple[torch.Tensor]:
+        return (attention_half(norm, attn, x_TD, inputs.text, text, groups),)
+
+    def mlp(norm: Params, mlp: Params, x_TD: torch.Tensor, feature_MD: torch.Tensor | None = None) -> tuple:
+        x_TD, routing = mlp_half(norm, mlp, x_TD, feature_MD, inputs.text, text, groups)
+        return (x_TD, routing.prob_sum_E, routing.count_E) if reports and routing else (x_TD,)
+
+    def both(params: Params, x_TD: torch.Tensor, *feature_MD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (x_TD,) = attention(params["input_layernorm"], params["self_attn"], x_TD)
+        return mlp(params["post_attention_layernorm"], params["mlp"], x_TD, *feature_MD)
+
+    if remat != "selective":
+        return [Block((path,), ("text", *features), writes, both, remat == "full")]
+    return [
+        Block((f"{path}.input_layernorm", f"{path}.self_attn"), ("text",), ("text",), attention),
+        Block((f"{path}.post_attention_layernorm", f"{path}.mlp"), ("text", *features), writes, mlp, True),
+    ]
+
+
+class Outputs(NamedTuple):
+    """Logits of every unmasked token, packed (T, V), where they stand in the flattened batch, and all named values."""
+
+    logits_TV: torch.Tensor
+    token_rows: torch.Tensor
+    values: Values
+
+
+def forward(
+    params: Mapping[str, Any], batch: Batch, cfg: Qwen3VLMoeConfig, groups: Groups = Groups(), *, dtype: torch.dtype | None = None
+) -> Outputs:
+    """Evaluate the model on a Hugging Face batch (see ``positions.prepare``); pure, so torch.func may transform it."""
+    inputs = prepare(batch, cfg)
+    tree = params if isinstance(params, Mapping) else params.to_dict()
+    values = run(model_blocks(cfg, inputs, groups), tree, dtype=dtype)
+    head = subtree(tree, head_path(cfg))
+    return Outputs(F.linear(values["hidden"], head.to(values["hidden"].dtype)), inputs.text.token_rows, values)

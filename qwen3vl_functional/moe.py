@@ -1,0 +1,104 @@
+"""The mixture of experts: route, sort rows by expert, run the experts as grouped matmuls, combine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .collectives import Groups, all_reduce, axis_rank, replicated_to_varying
+from .config import TextConfig
+from .layers import Params
+from .spec import SpecTree, weight
+
+
+def moe_specs(cfg: TextConfig) -> SpecTree:
+    """Router and experts of one layer; expert tensors lie as on the hub, ``x @ W``, gate half first."""
+    std, embed, width = cfg.initializer_range, cfg.hidden_size, cfg.moe_intermediate_size
+    return {
+        "gate": {"weight": weight((cfg.num_experts, embed), ("router", "embed"), std)},
+        "experts": {
+            "gate_up_proj": weight((cfg.num_experts, embed, 2 * width), ("experts", "embed", "gate_up"), std),
+            "down_proj": weight((cfg.num_experts, width, embed), ("experts", "expert_mlp", "embed"), std),
+        },
+    }
+
+
+class Routing(NamedTuple):
+    """What the router decides, and what the load balance needs of it."""
+
+    experts_TK: torch.Tensor
+    weights_TK: torch.Tensor  # in the activations' dtype, sum to 1 over K
+    prob_sum_E: torch.Tensor  # fp32: probability of each expert, summed over tokens
+    count_E: torch.Tensor  # int64: tokens that chose each expert
+
+
+def moe(params: Params, x_TD: torch.Tensor, cfg: TextConfig, groups: Groups) -> tuple[torch.Tensor, Routing]:
+    """Send each token through its K experts; under tp each rank runs its own experts and the sums are added up."""
+    routing = route(params["gate"]["weight"], x_TD, cfg)
+    # The router runs alike on every tp rank; only what the experts do with its weights differs by rank.
+    x_TD = replicated_to_varying(x_TD, groups.tp)
+    weights_TK = replicated_to_varying(routing.weights_TK, groups.tp)
+    gate_up, down = params["experts"]["gate_up_proj"], params["experts"]["down_proj"]
+    first = axis_rank(groups.tp) * gate_up.shape[0]
+    y_TD = run_experts(gate_up, down, x_TD, routing.experts_TK, weights_TK, first=first, count_E=routing.count_E)
+    return all_reduce(y_TD, groups.tp), routing
+
+
+def route(weight_ED: torch.Tensor, x_TD: torch.Tensor, cfg: TextConfig) -> Routing:
+    """Softmax over all experts in fp32, then the top K, renormalised to sum to 1."""
+    probs_TE = F.linear(x_TD, weight_ED).softmax(-1, dtype=torch.float32)
+    weights_TK, experts_TK = probs_TE.topk(cfg.num_experts_per_tok)
+    weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(x_TD.dtype)
+    count_E = torch.bincount(experts_TK.flatten(), minlength=cfg.num_experts)
+    return Routing(experts_TK, weights_TK, probs_TE.sum(0), count_E)
+
+
+def run_experts(
+    gate_up_EDF: torch.Tensor,
+    down_EFD: torch.Tensor,
+    x_TD: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    *,
+    first: int,
+    count_E: torch.Tensor,
+) -> torch.Tensor:
+    """Weighted sum over the local experts ``first`` .. ``first + len(gate_up)`` of each token's expert outputs (T, D)."""
+    local = gate_up_EDF.shape[0]
+    order_R = experts_TK.flatten().argsort(stable=True)  # (token, slot) pairs sorted by expert
+    if local < len(count_E):  # keep the rows of this rank's experts: a contiguous run
+        begin, count_E = int(count_E[:first].sum()), count_E[first : first + local]
+        order_R = order_R[begin : begin + int(count_E.sum())]
+    token_R = order_R // experts_TK.shape[1]
+    # index_select rather than indexing: its backward is one index_add.
+    gate_RF, up_RF = grouped_linear(x_TD.index_select(0, token_R), gate_up_EDF, count_E).chunk(2, dim=-1)
+    y_RD = grouped_linear(F.silu(gate_RF) * up_RF, down_EFD, count_E)
+    weight_R = weights_TK.flatten().index_select(0, order_R)
+    return torch.zeros_like(x_TD).index_add(0, token_R, y_RD * weight_R[:, None])
+
+
+def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+    """``x[rows of expert e] @ weight[e]`` for rows sorted by expert, ``count_E`` rows each; experts may be empty."""
+    if _can_group(x_RD, weight_EDF):
+        return F.grouped_mm(x_RD, weight_EDF, offs=count_E.cumsum(0).to(torch.int32))
+    # unbind once: indexing weight[e] would write a gradient the size of all experts for each of them.
+    rows = x_RD.split(count_E.tolist())
+    return torch.cat([x @ w for x, w in zip(rows, weight_EDF.unbind(0), strict=True)])
+
+
+def _can_group(x_RD: torch.Tensor, weight_EDF: torch.Tensor) -> bool:
+    """Whether torch has the grouped kernel and takes these operands (rows of whole 16 bytes; no fp64, no empty input)."""
+    if not hasattr(F, "grouped_mm") or x_RD.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    aligned = all(size * x_RD.element_size() % 16 == 0 for size in weight_EDF.shape[1:])
+    return aligned and x_RD.shape[0] > 0
+
+
+def load_balance(prob_sum_E: torch.Tensor, count_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """Switch-style balance ``E * sum_e f_e p_e``, pooled over all layers and tokens; equals K when balanced.
+
+    ``prob_sum_E`` and ``count_E`` are sums over ``rows`` = tokens x layers; gradients flow through the probabilities.
+    """
+    return len(count_E) * (count_E.to(prob_sum_E.dtype) * prob_sum_E).sum() / max(rows, 1) ** 2

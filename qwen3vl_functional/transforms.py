@@ -1,0 +1,191 @@
+"""Function transformers: a model is a list of blocks over named values, differentiated block by block on torch.func.vjp.
+
+``torch.func.grad`` differentiates with ``create_graph=True`` and so keeps everything until the end: three times the memory.
+A chain of ``vjp`` pullbacks, each released as soon as it was pulled, costs what plain autograd costs, and leaves every cast,
+recompute and release as a line in a loop that one can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.func import vjp
+
+from .spec import leaves, subtree, unflatten
+
+Values = dict[str, torch.Tensor]
+
+
+class Block(NamedTuple):
+    """One differentiable step: ``fn(*subtrees at paths, *values read) -> tuple of values written``.
+
+    A value may be overwritten (``reads=("text",), writes=("text",)``) and read by several blocks.
+    """
+
+    paths: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    fn: Callable[..., tuple[torch.Tensor, ...]]
+    remat: bool = False
+
+
+class LossValue(NamedTuple):
+    """What the end of a chain returns: its value, numbers to report, and the gradients it has already taken."""
+
+    loss: torch.Tensor
+    metrics: Values
+    param_grads: Values  # by full path
+    read_grads: Values  # by value name
+
+
+class Loss(NamedTuple):
+    """The end of a chain over the leaves at ``paths``: ``fn(leaves by path, values read) -> LossValue``, gradients included."""
+
+    paths: tuple[str, ...]
+    reads: tuple[str, ...]
+    fn: Callable[[Mapping[str, Any], Values], LossValue]
+
+
+def run(blocks: Sequence[Block], params: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> Values:
+    """Evaluate a chain without derivatives; ``dtype`` casts the parameters in flight."""
+    values: Values = {}
+    for block in blocks:
+        call = _bind(block, params, values, trainable=(), differentiable=(), dtype=dtype)
+        values.update(zip(block.writes, call.evaluate(), strict=True))
+    return values
+
+
+def value_and_grad(
+    blocks: Sequence[Block],
+    loss: Loss,
+    params: Mapping[str, Any],
+    trainable: Collection[str],
+    grads: Values,
+    *,
+    dtype: torch.dtype | None = None,
+) -> LossValue:
+    """Run a chain forward and pull its loss back, adding the gradient of every trainable leaf to ``grads`` in place.
+
+    ``grads`` (full path -> fp32 tensor) may start empty; successive micro-batches add up in it. A block that needs no
+    gradient stores nothing; a ``remat`` block stores its inputs alone and is run again when its turn comes.
+    """
+    values: Values = {}
+    differentiable: set[str] = set()
+    tape: list[tuple[Block, _Call | _Linearized]] = []
+    for block in blocks:
+        call = _bind(block, params, values, trainable, differentiable, dtype)
+        if not call.needs_grad:
+            outputs = call.evaluate()
+            differentiable.difference_update(block.writes)
+        else:
+            if block.remat:
+                outputs = call.evaluate()
+                tape.append((block, call))
+            else:
+                linearized = call.linearize()
+                outputs = linearized.outputs
+                tape.append((block, linearized))
+            differentiable.update(block.writes)
+        values.update(zip(block.writes, outputs, strict=True))
+        del call, outputs
+
+    own = _cast({path: subtree(params, path) for path in loss.paths}, dtype)
+    result = loss.fn(own, {name: values[name] for name in loss.reads})
+    _accumulate(grads, result.param_grads, trainable)
+    cotangents = {name: grad for name, grad in result.read_grads.items() if name in differentiable}
+    del values, own
+    while tape:
+        block, entry = tape.pop()
+        outputs, pullback = entry.linearize() if isinstance(entry, _Call) else entry
+        cotangent = tuple(
+            cotangents.pop(name) if name in cotangents else torch.zeros_like(output)
+            for name, output in zip(block.writes, outputs, strict=True)
+        )
+        del outputs, entry
+        param_grads, read_grads = pullback(cotangent, retain_graph=False, create_graph=False)
+        del pullback, cotangent
+        _accumulate(grads, param_grads, trainable)
+        for name, grad in read_grads.items():
+            cotangents[name] = cotangents[name] + grad if name in cotangents else grad
+    return result._replace(param_grads={}, read_grads={})
+
+
+class _Linearized(NamedTuple):
+    outputs: tuple[torch.Tensor, ...]
+    pullback: Callable[..., tuple[Values, Values]]
+
+
+class _Call(NamedTuple):
+    """A block bound to its leaves and inputs: those to differentiate, and the others."""
+
+    block: Block
+    params: Values  # by full path
+    frozen_params: Values
+    reads: Values
+    constant_reads: Values
+    dtype: torch.dtype | None
+
+    @property
+    def needs_grad(self) -> bool:
+        return bool(self.params or self.reads)
+
+    def evaluate(self) -> tuple[torch.Tensor, ...]:
+        return self._function(_cast(self.frozen_params, self.dtype))(_cast(self.params, self.dtype), self.reads)
+
+    def linearize(self) -> _Linearized:
+        """Evaluate, keeping the residuals until the pullback is called (once)."""
+        function = self._function(_cast(self.frozen_params, self.dtype))
+        outputs, pullback = vjp(function, _cast(self.params, self.dtype), self.reads)[:2]
+        return _Linearized(outputs, pullback)
+
+    def _function(self, frozen_params: Values) -> Callable[[Values, Values], tuple[torch.Tensor, ...]]:
+        block, constant_reads = self.block, self.constant_reads
+
+        def function(params: Values, reads: Values) -> tuple[torch.Tensor, ...]:
+            tree = unflatten({**frozen_params, **params})
+            reads = {**constant_reads, **reads}
+            return block.fn(*(subtree(tree, path) for path in block.paths), *(reads[name] for name in block.reads))
+
+        return function
+
+
+def _bind(
+    block: Block,
+    params: Mapping[str, Any],
+    values: Values,
+    trainable: Collection[str],
+    differentiable: Collection[str],
+    dtype: torch.dtype | None,
+) -> _Call:
+    own = {path: leaf for root in block.paths for path, leaf in _leaves(params, root)}
+    return _Call(
+        block,
+        params={path: leaf for path, leaf in own.items() if path in trainable},
+        frozen_params={path: leaf for path, leaf in own.items() if path not in trainable},
+        reads={name: values[name] for name in block.reads if name in differentiable},
+        constant_reads={name: values[name] for name in block.reads if name not in differentiable},
+        dtype=dtype,
+    )
+
+
+def _leaves(params: Mapping[str, Any], root: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full paths and tensors of a subtree, which may be a single leaf."""
+    node = subtree(params, root)
+    return iter([(root, node)]) if isinstance(node, torch.Tensor) else leaves(node, root + ".")
+
+
+def _cast(params: Values, dtype: torch.dtype | None) -> Values:
+    return params if dtype is None else {path: leaf.to(dtype) for path, leaf in params.items()}
+
+
+def _accumulate(grads: Values, new: Values, trainable: Collection[str]) -> None:
+    """Add gradients in fp32; the first of a path becomes its buffer."""
+    for path, grad in new.items():
+        if path not in trainable:
+            continue
+        if path in grads:
+            grads[path] += grad
+        else:
+            grads[path] = grad.float()
