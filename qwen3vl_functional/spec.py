@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -53,11 +54,11 @@ def norm(size: int, dim: str) -> SpecTree:
     return {"weight": scale(size, dim), "bias": bias(size, dim)}
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk a nested mapping in order, yielding dotted paths (which are Hugging Face's names) and leaves."""
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk a nested dict in order, yielding dotted paths (which are Hugging Face's names) and leaves."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from leaves(value, f"{path}.")
         else:
             yield path, value
@@ -127,6 +128,24 @@ def init_params(
     """Initialise a whole tree, leaf by leaf."""
     flat = {path: init_leaf(path, spec, seed=seed, dtype=dtype, device=device) for path, spec in leaves(specs)}
     return to_tensordict(flat)
+
+
+class Unpacked:
+    """Plain nested mappings of TensorDicts, made once per tree: indexing a TensorDict costs more than a small matmul.
+
+    Remembers the last ``slots`` trees while they are locked, since only their tensors' contents can change then.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots: deque[tuple[TensorDict, dict[str, Any]]] = deque(maxlen=slots)
+
+    def __call__(self, tree: TensorDict) -> dict[str, Any]:
+        for known, nested in self._slots:
+            if known is tree and tree.is_locked:
+                return nested
+        nested = tree.to_dict()
+        self._slots.append((tree, nested))
+        return nested
 
 
 def to_tensordict(flat: Mapping[str, torch.Tensor]) -> TensorDict:

@@ -15,7 +15,7 @@ from .model import Remat, head_path, model_blocks, param_specs
 from .moe import load_balance
 from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, init_opt_state, learning_rate
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
-from .spec import leaves, split_frozen
+from .spec import Unpacked, leaves, split_frozen, subtree
 from .transforms import Loss, LossValue, Values, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
@@ -51,10 +51,10 @@ TrainStep = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetric
 
 
 def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, ...] = ()) -> TrainState:
-    """A fresh state around given weights; frozen subtrees get no moments."""
+    """A fresh state around given weights, which are locked; frozen subtrees get no moments."""
     trainable, _ = split_frozen(param_specs(cfg), frozen)
     flat = dict(leaves(params.to_dict()))
-    return TrainState(params, init_opt_state({path: flat[path] for path in trainable}))
+    return TrainState(params.lock_(), init_opt_state({path: flat[path] for path in trainable}))
 
 
 def make_train_step(
@@ -64,18 +64,21 @@ def make_train_step(
     frozen: tuple[str, ...] = (),
     remat: Remat = "off",
     dtype: torch.dtype | None = None,
+    head_dtype: torch.dtype | None = None,
     loss_aggregation: LossAggregation = "token_weighted",
     groups: Groups = Groups(),
 ) -> TrainStep:
-    """Compose the step. ``dtype``: of parameters and activations in flight (None: as at rest).
+    """Compose the step. ``dtype``: of parameters and activations in flight (None: as at rest); ``head_dtype``: of the
+    output head's matmuls where that differs.
 
     The step takes the micro-batches of one update and reuses the storage of the state it was handed.
     """
     specs = dict(leaves(param_specs(cfg)))
     trainable = frozenset(split_frozen(param_specs(cfg), frozen)[0])
+    unpacked = Unpacked(slots=1)
 
     def step(state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
-        tree = state.params.to_dict()
+        tree = unpacked(state.params)
         loss, balance, num_targets, grads = accumulate(
             tree,
             micro_batches,
@@ -83,6 +86,7 @@ def make_train_step(
             trainable,
             remat=remat,
             dtype=dtype,
+            head_dtype=head_dtype,
             loss_aggregation=loss_aggregation,
             groups=groups,
         )
@@ -105,6 +109,7 @@ def accumulate(
     *,
     remat: Remat = "off",
     dtype: torch.dtype | None = None,
+    head_dtype: torch.dtype | None = None,
     loss_aggregation: LossAggregation = "token_weighted",
     groups: Groups = Groups(),
 ) -> tuple[torch.Tensor, torch.Tensor | None, int, Values]:
@@ -123,7 +128,7 @@ def accumulate(
             scale = 1.0 / (max(1, count) * len(counts))
         inputs = prepare(batch, cfg)
         blocks = model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows, remat=remat)
-        loss = training_loss(cfg, inputs, trainable, scale=scale, balance_scale=1.0 / len(counts))
+        loss = training_loss(cfg, inputs, trainable, scale=scale, balance_scale=1.0 / len(counts), dtype=head_dtype)
         value = value_and_grad(blocks, loss, tree, trainable, grads, dtype=dtype)
         losses.append(value.loss)
         balances += [value.metrics["load_balance"]] if "load_balance" in value.metrics else []
@@ -140,20 +145,31 @@ def count_targets(batch: Batch) -> int:
 
 
 def training_loss(
-    cfg: Qwen3VLMoeConfig, inputs: Inputs, trainable: frozenset[str], *, scale: float, balance_scale: float
+    cfg: Qwen3VLMoeConfig,
+    inputs: Inputs,
+    trainable: frozenset[str],
+    *,
+    scale: float,
+    balance_scale: float,
+    dtype: torch.dtype | None = None,
 ) -> Loss:
-    """The end of the chain: ``scale`` x the sum of token losses, plus the weighted load balance where it is on."""
+    """The end of the chain: ``scale`` x the sum of token losses, plus the weighted load balance where it is on.
+
+    ``dtype``: of the output head's matmuls (None: as the blocks).
+    """
     text, head = cfg.text, head_path(cfg)
     moe_layers = [i for i in range(text.num_hidden_layers) if text.output_router_logits and text.is_moe_layer(i)]
     probs = [f"router_prob.{i}" for i in moe_layers]
     counts = [f"router_count.{i}" for i in moe_layers]
 
     def fn(params: Mapping[str, Any], values: Values) -> LossValue:
+        weight, hidden, targets = params[head], values["hidden"], inputs.text.targets
+        weight_trainable = head in trainable
         result = head_loss(
-            params[head], values["hidden"], inputs.text.targets, scale=scale, with_grad=True, weight_trainable=head in trainable
+            weight, hidden.to(weight.dtype), targets, scale=scale, with_grad=True, weight_trainable=weight_trainable
         )
         assert result.hidden_grad is not None
-        value = LossValue(result.loss_sum * scale, {}, {}, {"hidden": result.hidden_grad})
+        value = LossValue(result.loss_sum * scale, {}, {}, {"hidden": result.hidden_grad.to(hidden.dtype)})
         if result.weight_grad is not None:
             value.param_grads[head] = result.weight_grad
         if probs:
@@ -164,18 +180,18 @@ def training_loss(
                 return load_balance(torch.stack(prob_sums_E).sum(0), count_E, rows)
 
             aux, pullback = torch.func.vjp(balance, *(values[name] for name in probs))[:2]
-            weight = text.router_aux_loss_coef * balance_scale
-            prob_grads = pullback(aux.new_tensor(weight), retain_graph=False, create_graph=False)
+            coefficient = text.router_aux_loss_coef * balance_scale
+            prob_grads = pullback(aux.new_tensor(coefficient), retain_graph=False, create_graph=False)
             value.read_grads.update(zip(probs, prob_grads, strict=True))
             value.metrics["load_balance"] = aux
-            value = value._replace(loss=value.loss + weight * aux)
+            value = value._replace(loss=value.loss + coefficient * aux)
         return value
 
-    return Loss((head,), ("hidden", *probs, *counts), fn)
+    return Loss((head,), ("hidden", *probs, *counts), fn, dtype)
 
 
 def make_eval_step(
-    cfg: Qwen3VLMoeConfig, *, dtype: torch.dtype | None = None, groups: Groups = Groups()
+    cfg: Qwen3VLMoeConfig, *, dtype: torch.dtype | None = None, head_dtype: torch.dtype | None = None, groups: Groups = Groups()
 ) -> Callable[[TensorDict, Batch], EvalMetrics]:
     """A forward-only step. An answer counts as correct when each of its targets is the likeliest token given the ones
     before it: exactly when greedy decoding would write it."""
@@ -184,8 +200,8 @@ def make_eval_step(
         inputs = prepare(batch, cfg)
         tree = params.to_dict()
         values = run(model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows), tree, dtype=dtype)
-        head = dict(leaves(tree))[head_path(cfg)].to(values["hidden"].dtype)
-        result = head_loss(head, values["hidden"], inputs.text.targets)
+        head = subtree(tree, head_path(cfg)).to(head_dtype or dtype)
+        result = head_loss(head, values["hidden"].to(head.dtype), inputs.text.targets)
         num_samples, length = batch["input_ids"].shape
         sample = inputs.text.token_rows[inputs.text.target_rows] // length
         targets = torch.bincount(sample, minlength=num_samples)

@@ -29,11 +29,13 @@ def self_attention_specs(cfg: TextConfig) -> SpecTree:
 def self_attention(params: Params, x_TD: torch.Tensor, inputs: TextInputs, cfg: TextConfig, groups: Groups) -> torch.Tensor:
     """Causal attention inside each sample; under tp each rank has some of the heads and the outputs are added up."""
     x_TD = replicated_to_varying(x_TD, groups.tp)
-    q_TNH, k_TGH, v_TGH = (linear(params[f"{name}_proj"], x_TD).unflatten(1, (-1, cfg.head_dim)) for name in "qkv")
-    q_norm, k_norm = (replicated_to_varying(params[name]["weight"], groups.tp) for name in ("q_norm", "k_norm"))
+    q, k, v_TGH = (linear(params[f"{name}_proj"], x_TD).unflatten(1, (-1, cfg.head_dim)) for name in "qkv")
+    # Queries and keys go through norm and rotation together: half the operations, and these are small ones.
+    q_gain, k_gain = (replicated_to_varying(params[name]["weight"], groups.tp) for name in ("q_norm", "k_norm"))
+    gain = torch.cat((q_gain.expand(q.shape[1], -1), k_gain.expand(k.shape[1], -1)))
+    qk = rms_norm(gain, torch.cat((q, k), dim=1), cfg.rms_norm_eps)
     cos, sin = (table.to(x_TD.dtype) for table in (inputs.cos_T1H, inputs.sin_T1H))
-    q_TNH = apply_rotary(rms_norm(q_norm, q_TNH, cfg.rms_norm_eps), cos, sin)
-    k_TGH = apply_rotary(rms_norm(k_norm, k_TGH, cfg.rms_norm_eps), cos, sin)
+    q_TNH, k_TGH = apply_rotary(qk, cos, sin).split((q.shape[1], k.shape[1]), dim=1)
     y_TD = linear(params["o_proj"], attention(q_TNH, k_TGH, v_TGH, inputs.samples, causal=True))
     return all_reduce(y_TD, groups.tp)
 

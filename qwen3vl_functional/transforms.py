@@ -46,6 +46,7 @@ class Loss(NamedTuple):
     paths: tuple[str, ...]
     reads: tuple[str, ...]
     fn: Callable[[Mapping[str, Any], Values], LossValue]
+    dtype: torch.dtype | None = None  # of its parameters, where it differs from the blocks'
 
 
 def run(blocks: Sequence[Block], params: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> Values:
@@ -91,7 +92,7 @@ def value_and_grad(
         values.update(zip(block.writes, outputs, strict=True))
         del call, outputs
 
-    own = _cast({path: subtree(params, path) for path in loss.paths}, dtype)
+    own = _cast({path: subtree(params, path) for path in loss.paths}, loss.dtype or dtype)
     result = loss.fn(own, {name: values[name] for name in loss.reads})
     _accumulate(grads, result.param_grads, trainable)
     cotangents = {name: grad for name, grad in result.read_grads.items() if name in differentiable}

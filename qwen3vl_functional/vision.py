@@ -54,8 +54,8 @@ def vision_block(params: Params, x_PW: torch.Tensor, inputs: VisionInputs, cfg: 
     """Attention within each frame, then the MLP (tanh GELU), each on a residual."""
     attn, mlp = params["attn"], params["mlp"]
     qkv = linear(attn["qkv"], layer_norm(params["norm1"], x_PW))
-    q, k, v = qkv.unflatten(1, (3, cfg.num_heads, -1)).unbind(1)
-    q, k = (apply_rotary(x, inputs.cos_P1H, inputs.sin_P1H) for x in (q, k))
+    qk, v = qkv.unflatten(1, (3 * cfg.num_heads, -1)).split((2 * cfg.num_heads, cfg.num_heads), dim=1)
+    q, k = apply_rotary(qk, inputs.cos_P1H, inputs.sin_P1H).chunk(2, dim=1)
     x_PW = x_PW + linear(attn["proj"], attention(q, k, v, inputs.frames, causal=False))
     hidden = F.gelu(linear(mlp["linear_fc1"], layer_norm(params["norm2"], x_PW)), approximate="tanh")
     return x_PW + linear(mlp["linear_fc2"], hidden)

@@ -1,0 +1,138 @@
+"""The adapter: configuration to functions, batches to steps. Its one mutable attribute is the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from qwen3vl_functional import (
+    AdamW,
+    TrainState,
+    init_params,
+    init_state,
+    load_params,
+    make_eval_step,
+    make_train_step,
+    param_specs,
+    save_params,
+)
+from qwen3vl_functional.spec import count, leaves, split_frozen
+
+from ...config import Config, OptimizerConfig, Topology
+from ...data.spec import DataSpec
+from ...trainer.adapter import Batch, EvalReport, StepReport
+from .architecture import resolve
+
+
+class Qwen3VLMoeAdapter:
+    """Qwen3-VL-MoE behind the Trainer's protocol."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.architecture = resolve(config)
+        self.frozen = tuple(config.model.freeze_modules or ())
+        split_frozen(param_specs(self.architecture), self.frozen)  # a pattern that matches nothing fails here, at once
+        precision = config.train.mixed_precision
+        self.dtype = getattr(torch, precision.param_dtype) if precision.enabled else None
+        self.output_dtype = getattr(torch, precision.output_dtype) if precision.enabled and precision.output_dtype else None
+        self.state: TrainState | None = None
+
+    def data_spec(self) -> DataSpec:
+        cfg = self.architecture
+        vision = cfg.vision
+        return DataSpec(
+            vocab_size=cfg.text.vocab_size,
+            image_token_id=cfg.image_token_id,
+            video_token_id=cfg.video_token_id,
+            vision_start_token_id=cfg.vision_start_token_id,
+            vision_end_token_id=cfg.vision_end_token_id,
+            vision=vision is not None,
+            in_channels=vision.in_channels if vision else 0,
+            patch_size=vision.patch_size if vision else 0,
+            temporal_patch_size=vision.temporal_patch_size if vision else 0,
+            spatial_merge_size=vision.spatial_merge_size if vision else 1,
+        )
+
+    def setup(self, *, total_steps: int, device: torch.device, topology: Topology) -> str:
+        config, cfg = self.config, self.architecture
+        _check_vision_parallel(config, topology)
+        self.device = device
+        if config.model.weights_path is None:
+            params = init_params(param_specs(cfg), seed=config.train.seed, device=device)
+        else:
+            params = load_params(config.model.weights_path, cfg, device=device, expert_layout=config.model.expert_layout)
+        self.state = init_state(params, cfg, frozen=self.frozen)
+        self._train_step = make_train_step(
+            cfg,
+            optimizer_settings(config.train.optimizer, total_steps),
+            frozen=self.frozen,
+            remat=config.train.gradient_checkpointing.activation_checkpoint,
+            dtype=self.dtype,
+            head_dtype=self.output_dtype,
+            loss_aggregation=config.train.optimizer.loss_aggregation,
+        )
+        self._eval_step = make_eval_step(cfg, dtype=self.dtype, head_dtype=self.output_dtype)
+        return self._describe()
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepReport:
+        assert self.state is not None
+        self.state, metrics = self._train_step(self.state, [self._to_device(batch) for batch in micro_batches])
+        extra = {} if metrics.load_balance is None else {"load_balance": float(metrics.load_balance)}
+        return StepReport(float(metrics.loss), float(metrics.grad_norm), metrics.lr, metrics.num_targets, extra)
+
+    def eval_step(self, batch: Batch) -> EvalReport:
+        assert self.state is not None
+        metrics = self._eval_step(self.state.params, self._to_device(batch))
+        return EvalReport(float(metrics.loss_sum), metrics.num_targets, metrics.num_answers, metrics.num_correct)
+
+    def export_hf(self, directory: Path) -> Path:
+        assert self.state is not None
+        model, data = self.config.model, self.config.data
+        companions = [path for path in (model.tokenizer_path, data.processor_path) if path is not None]
+        return save_params(self.state.params, self.architecture, directory, source=model.weights_path, companions=companions)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _describe(self) -> str:
+        specs = param_specs(self.architecture)
+        frozen = split_frozen(specs, self.frozen)[1]
+        flat = dict(leaves(specs))
+        total, fixed = count(specs), sum(flat[path].numel for path in frozen)
+        text = self.architecture.text
+        balance = f"on, coefficient {text.router_aux_loss_coef}" if text.output_router_logits else "off"
+        at_rest = 4 * total + 8 * (total - fixed)
+        return (
+            f"{total:,} parameters, {total - fixed:,} trained, {fixed:,} frozen\n"
+            f"weights and moments at rest {at_rest / 2**20:,.0f} MiB, gradients {4 * (total - fixed) / 2**20:,.0f} MiB\n"
+            f"in flight {self.dtype or torch.float32}, router load-balance loss {balance}, "
+            f"vision tower {'yes' if self.architecture.vision else 'no'}"
+        )
+
+
+def optimizer_settings(optimizer: OptimizerConfig, total_steps: int) -> AdamW:
+    """The optimizer's hyperparameters for a run of ``total_steps``."""
+    return AdamW(
+        lr=optimizer.lr,
+        lr_min=optimizer.lr_min,
+        decay_style=optimizer.lr_decay_style,
+        warmup_steps=math.ceil(total_steps * optimizer.lr_warmup_ratio),
+        total_steps=total_steps,
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        foreach=optimizer.foreach,
+    )
+
+
+def _check_vision_parallel(config: Config, topology: Topology) -> None:
+    parallel = config.model.vision_parallel
+    if parallel is not None and parallel.dp_shard not in (0, 1, topology.data_parallel_size):
+        raise ValueError(
+            f"model.vision_parallel.dp_shard = {parallel.dp_shard}: 0 (as the text), 1 (replicated tower) or the "
+            f"data-parallel size {topology.data_parallel_size}"
+        )
