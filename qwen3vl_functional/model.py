@@ -112,7 +112,7 @@ def _decoder_blocks(cfg: Qwen3VLMoeConfig, layer: int, inputs: Inputs, groups: G
 
     def mlp(norm: Params, mlp: Params, x_TD: torch.Tensor, feature_MD: torch.Tensor | None = None) -> tuple:
         x_TD, routing = mlp_half(norm, mlp, x_TD, feature_MD, inputs.text, text, groups)
-        return (x_TD, routing.prob_sum_E, routing.count_E) if reports and routing else (x_TD,)
+        return (x_TD, routing.prob_sum_E, routing.count_E.float()) if reports and routing else (x_TD,)
 
     def both(params: Params, x_TD: torch.Tensor, *feature_MD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (x_TD,) = attention(params["input_layernorm"], params["self_attn"], x_TD)

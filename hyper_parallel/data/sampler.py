@@ -78,6 +78,11 @@ class GlobalBatchSampler:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         return Position(epoch, step_in_epoch * self.global_batch_size)
 
+    def samples_before(self, step: int) -> int:
+        """Samples that the first ``step`` optimizer steps take, over all ranks."""
+        epoch, sample, _ = self.position_at(step)
+        return epoch * self.num_samples + sample
+
     def seek(self, position: Position) -> None:
         """Continue from ``position``; a ``sample`` at the end of an epoch means the start of the next."""
         epoch, sample, offset = position

@@ -22,6 +22,9 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         train, data = config.train, config.data
+        for key in ("load_path", "save_async"):  # accepting them without effect would be worse than refusing
+            if value := getattr(train.checkpoint, key):
+                raise ValueError(f"train.checkpoint.{key} = {value}: this version exports weights, it cannot resume a run yet")
         self.platform = platform.detect()
         self.platform.seed(train.seed)
         if train.debug.deterministic:
@@ -61,7 +64,7 @@ class Trainer:
         train = self.config.train
         batches = iter(self.loader)
         self._tell("on_train_begin", self.total_steps, 0)
-        samples = tokens = 0
+        sampler, tokens = self.loader.batch_sampler, 0
         try:
             for step in range(1, self.total_steps + 1):
                 begin = time.perf_counter()
@@ -70,11 +73,10 @@ class Trainer:
                 self.platform.synchronize()
                 elapsed = time.perf_counter() - begin
                 step_tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-                samples += sum(len(batch["input_ids"]) for batch in micro_batches)
                 tokens += step_tokens
                 record = StepRecord(
                     step=step,
-                    epoch=self.loader.batch_sampler.position_at(step - 1).epoch,
+                    epoch=sampler.position_at(step - 1).epoch,
                     loss=report.loss,
                     grad_norm=report.grad_norm,
                     lr=report.lr,
@@ -82,7 +84,7 @@ class Trainer:
                     tokens_per_second=step_tokens / elapsed,
                     peak_memory=self.platform.peak_memory(),
                     num_targets=report.num_targets,
-                    consumed_samples=samples,
+                    consumed_samples=sampler.samples_before(step),
                     consumed_tokens=tokens,
                     extra={**report.extra, **self._utilisation(step_tokens / elapsed)},
                 )
