@@ -63,9 +63,7 @@ OFF = {"enabled": False}  # in `also`: any mapping with `enabled: false`, whatev
 class VisionParallelConfig:
     """``model.vision_parallel``: how the vision tower is distributed where it differs from the text model."""
 
-    dp_shard: int = key(
-        0, "0: sharded as the text; 1: tower replicated; else the full data-parallel size", valid=NOT_NEGATIVE
-    )
+    dp_shard: int = key(0, "0: sharded as the text; 1: tower replicated; else the full data-parallel size", valid=NOT_NEGATIVE)
     cp: int = unsupported(1, "split the tower's patches over this many ranks")
     ulysses_degree: int | None = unsupported(None, "the part of cp that splits heads", also=(1,))
     reuse_dp_shard_mesh: bool | None = unsupported(None, "let cp run over the dp_shard ranks", also=(False,))
@@ -212,9 +210,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr_decay_style != "constant" and self.lr_min > self.lr:
-            raise ValueError(
-                f"train.optimizer.lr_min = {self.lr_min} is above train.optimizer.lr = {self.lr}: lower lr_min"
-            )
+            raise ValueError(f"train.optimizer.lr_min = {self.lr_min} is above train.optimizer.lr = {self.lr}: lower lr_min")
 
 
 @dataclass(frozen=True)

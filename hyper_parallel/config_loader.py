@@ -134,9 +134,7 @@ def _options(argv: Sequence[str]) -> Iterable[tuple[str, str]]:
 def _override(tree: Any, keys: list[str], value: Any, overridden: set[str], prefix: str = "") -> dict[str, Any]:
     """``tree`` with one value replaced; adds to ``overridden`` the first path that the tree did not have."""
     if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{prefix} = {_show(tree)} holds no keys: cannot set {prefix}.{'.'.join(keys)} on {COMMAND_LINE}"
-        )
+        raise ConfigError(f"{prefix} = {_show(tree)} holds no keys: cannot set {prefix}.{'.'.join(keys)} on {COMMAND_LINE}")
     first, *rest = keys
     path = f"{prefix}.{first}" if prefix else first
     if rest and tree.get(first) is not None:

@@ -55,6 +55,8 @@ def prepare(batch: Batch, cfg: Qwen3VLMoeConfig) -> Inputs:
     """
     ids_BT = batch["input_ids"]
     device = ids_BT.device
+    if cfg.vision is None and ("pixel_values" in batch or "pixel_values_videos" in batch):
+        raise ValueError("the batch holds images or videos, but the model was built without a vision tower")
     grids = {name: batch[f"{name}_grid_thw"].tolist() if f"{name}_grid_thw" in batch else [] for name in ("image", "video")}
     keep_BT = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids_BT, dtype=torch.bool)
     kinds_BT = _token_kinds(batch, cfg)
@@ -181,7 +183,7 @@ def interpolation_taps(rows_cols_P2: torch.Tensor, size: tuple[int, int], side: 
     """
     low, high, above = [], [], []
     for axis, length in enumerate(size):
-        source = torch.linspace(0, side - 1, length)[rows_cols_P2[:, axis]]
+        source = rows_cols_P2[:, axis].float() * (side - 1) / max(length - 1, 1)
         floor = source.long()
         low.append(floor)
         high.append((floor + 1).clamp(max=side - 1))
@@ -198,8 +200,6 @@ def _vision_inputs(
     """Positions of all patches; a batch without images gives a tower input of zero rows, so that every step is alike."""
     pixels = [batch[name] for name in ("pixel_values", "pixel_values_videos") if name in batch]
     if cfg.vision is None:
-        if pixels:
-            raise ValueError("the batch holds images or videos, but the model was built without a vision tower")
         return None
     for name, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         needed = sum(t * h * w for t, h, w in grids[name])

@@ -13,13 +13,17 @@ from tensordict import TensorDict
 
 
 class ParamSpec(NamedTuple):
-    """Everything about one leaf: ``dims`` names each tensor dim, ``std`` is used by ``init="normal"`` alone."""
+    """Everything about one leaf: ``dims`` names each tensor dim, ``std`` is used by ``init="normal"`` alone.
+
+    ``unit``: rows that stay together along the dim that a model axis cuts, such as those of one head.
+    """
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.0
     decay: bool = True
+    unit: int = 1
 
     @property
     def numel(self) -> int:
@@ -29,9 +33,9 @@ class ParamSpec(NamedTuple):
 SpecTree = dict[str, Any]  # nested: str -> SpecTree | ParamSpec
 
 
-def weight(shape: tuple[int, ...], dims: tuple[str, ...], std: float) -> ParamSpec:
+def weight(shape: tuple[int, ...], dims: tuple[str, ...], std: float, *, unit: int = 1) -> ParamSpec:
     """A matrix or table, N(0, std)."""
-    return ParamSpec(shape, dims, "normal", std)
+    return ParamSpec(shape, dims, "normal", std, unit=unit)
 
 
 def bias(size: int, dim: str) -> ParamSpec:

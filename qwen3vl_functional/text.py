@@ -17,10 +17,10 @@ def self_attention_specs(cfg: TextConfig) -> SpecTree:
     """Projections without bias; the head dims are cut by whole heads."""
     std, embed, q, kv = cfg.initializer_range, cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads
     return {
-        "q_proj": {"weight": weight((q * cfg.head_dim, embed), ("q_heads", "embed"), std)},
-        "k_proj": {"weight": weight((kv * cfg.head_dim, embed), ("kv_heads", "embed"), std)},
-        "v_proj": {"weight": weight((kv * cfg.head_dim, embed), ("kv_heads", "embed"), std)},
-        "o_proj": {"weight": weight((embed, q * cfg.head_dim), ("embed", "q_heads"), std)},
+        "q_proj": {"weight": weight((q * cfg.head_dim, embed), ("q_heads", "embed"), std, unit=cfg.head_dim)},
+        "k_proj": {"weight": weight((kv * cfg.head_dim, embed), ("kv_heads", "embed"), std, unit=cfg.head_dim)},
+        "v_proj": {"weight": weight((kv * cfg.head_dim, embed), ("kv_heads", "embed"), std, unit=cfg.head_dim)},
+        "o_proj": {"weight": weight((embed, q * cfg.head_dim), ("embed", "q_heads"), std, unit=cfg.head_dim)},
         "q_norm": {"weight": scale(cfg.head_dim, "head_dim")},
         "k_norm": {"weight": scale(cfg.head_dim, "head_dim")},
     }

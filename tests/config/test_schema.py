@@ -204,6 +204,5 @@ def test_micro_batches_error_has_three_numbers(data_parallel):
     with pytest.raises(ValueError) as error:
         micro_batches_per_step(train, data_parallel)
     assert str(error.value) == (
-        "train.global_batch_size = 8 is not a multiple of "
-        f"train.micro_batch_size = 2 x data-parallel size {data_parallel}"
+        f"train.global_batch_size = 8 is not a multiple of train.micro_batch_size = 2 x data-parallel size {data_parallel}"
     )
