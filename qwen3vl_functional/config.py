@@ -75,6 +75,10 @@ class TextConfig:
         _require(self.hidden_act == "silu", f"text_config.hidden_act={self.hidden_act!r}: only 'silu' is implemented")
         _require(not self.attention_bias, "text_config.attention_bias=true: the published model has no biases here")
         _require(self.attention_dropout == 0.0, f"text_config.attention_dropout={self.attention_dropout}: only 0.0")
+        _require(
+            all(0 <= layer < self.num_hidden_layers for layer in self.mlp_only_layers),
+            f"text_config.mlp_only_layers={self.mlp_only_layers} exceed num_hidden_layers={self.num_hidden_layers}",
+        )
         _require(len(self.mrope_section) == 3, f"text_config.mrope_section={self.mrope_section} needs three entries")
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -190,14 +194,17 @@ class Qwen3VLMoeConfig:
         for ``rope_theta`` + ``rope_scaling``. Raises ValueError with ``source`` and the field for an unknown field.
         """
         base = base or cls()
-        raw = dict(raw)
+        raw = _mapping(raw, source)
         if (kind := raw.get("model_type", "qwen3_vl_moe")) != "qwen3_vl_moe":
             raise ValueError(f"{source}: model_type={kind!r}; this model is 'qwen3_vl_moe'")
         text = _text_fields(raw.pop("text_config", {}), f"{source}: text_config")
-        vision = raw.pop("vision_config", {})
+        vision = raw.pop("vision_config", {} if base.vision else None)
         if vision is not None:
             vision = _known(vision, VisionConfig, f"{source}: vision_config")
             vision = dataclasses.replace(base.vision or VisionConfig(), **vision)
+        for name in ("text", "vision"):  # fields of ours, not of config.json
+            if name in raw:
+                raise ValueError(f"{source}: unknown field {name!r}; did you mean {name}_config?")
         top = _known(raw, cls, source)
         return dataclasses.replace(base, text=dataclasses.replace(base.text, **text), vision=vision, **top)
 
@@ -228,8 +235,10 @@ class Qwen3VLMoeConfig:
 
 def _text_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Fold the spellings of different transformers versions into TextConfig's fields."""
-    raw = dict(raw)
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    raw = _mapping(raw, source)
+    rope = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        rope |= _mapping(raw.get(name) or {}, f"{source}.{name}")
     if (kind := rope.get("rope_type", "default")) != "default":
         raise ValueError(f"{source}: rope_type={kind!r}; only 'default' is implemented")
     if not rope.get("mrope_interleaved", True):
@@ -251,12 +260,18 @@ def _known(raw: Mapping[str, Any], cls: type, source: str) -> dict[str, Any]:
     """Keep the dataclass's fields, lists as tuples; refuse anything that is neither a field nor bookkeeping."""
     names = {f.name: f for f in dataclasses.fields(cls)}
     out = {}
-    for key, value in raw.items():
+    for key, value in _mapping(raw, source).items():
         if key in names:
             out[key] = _typed(value, names[key].type, f"{source}.{key}")
         elif key not in _NOT_ARCHITECTURE:
             raise ValueError(f"{source}: unknown field {key!r}; known: {', '.join(sorted(names))}")
     return out
+
+
+def _mapping(raw: Any, source: str) -> dict[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{source} is not a mapping but {raw!r}")
+    return dict(raw)
 
 
 def _typed(value: Any, declared: Any, where: str) -> Any:

@@ -6,6 +6,7 @@ layout is told by its shape, and never guessed where the shape fits both ways.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -70,7 +71,7 @@ def scan_weights(directory: str | Path) -> WeightFiles:
         raise ValueError(f"{directory} is not a directory; expected Hugging Face weights")
     index, indexed = directory / INDEX, None
     if index.exists():
-        indexed = json.loads(index.read_text())["weight_map"]
+        indexed = _read_index(index)
         names = sorted(set(indexed.values()))
     elif (directory / SINGLE).exists():
         names = [SINGLE]
@@ -93,6 +94,17 @@ def scan_weights(directory: str | Path) -> WeightFiles:
         wrong = sorted(key for key in indexed.keys() | files.file_of.keys() if indexed.get(key) != files.file_of.get(key))
         raise ValueError(f"{index} disagrees with the files beside it on {_some(wrong)}")
     return files
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if all(isinstance(name, str) for name in weight_map.values()):
+            return weight_map
+        problem = "weight_map does not name files"
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    raise ValueError(f"{path} is not an index of weights: {problem}")
 
 
 def load_params(
@@ -131,7 +143,7 @@ def read_leaf(files: WeightFiles, path: str) -> torch.Tensor:
 def _check_names(files: WeightFiles, specs: Mapping[str, ParamSpec], cfg: Qwen3VLMoeConfig) -> None:
     missing = sorted(specs.keys() - files.file_of.keys())
     unexpected = sorted(files.file_of.keys() - specs.keys())
-    if cfg.tie_word_embeddings and "lm_head.weight" in unexpected:
+    if cfg.tie_word_embeddings and "lm_head.weight" in unexpected and not missing:
         embedding = read_leaf(files, "model.language_model.embed_tokens.weight")
         if torch.equal(embedding, read_leaf(files, "lm_head.weight")):
             unexpected.remove("lm_head.weight")
@@ -186,9 +198,10 @@ def save_params(
     """Write a Hugging Face directory that transformers loads; it appears whole or not at all.
 
     ``source``: the directory the weights came from. Its dtypes, its division into shards and its config.json are kept,
-    so an untouched model comes back bit-equal. Otherwise tensors are written in ``dtype`` (None: as they are), in
-    shards of at most ``max_shard_bytes``. Tokenizer, processor and generation files are copied from ``source`` and
-    ``companions``. Raises ValueError where the experts are square: transformers 5 would load them transposed.
+    so an untouched model comes back bit-equal; a tower that a text-only run left out comes back too. Otherwise tensors
+    are written in ``dtype`` (None: as they are), in shards of at most ``max_shard_bytes``. Tokenizer, processor and
+    generation files are copied from ``source`` and ``companions``. Raises ValueError where the experts are square:
+    transformers 5 would load them transposed.
     """
     directory = Path(directory)
     for path, spec in leaves(param_specs(cfg)):
@@ -197,10 +210,16 @@ def save_params(
                 f"{path} is square {list(spec.shape)}: transformers 5 takes the layout of experts from their "
                 "shape and would silently load this export transposed; it is not written"
             )
+    for origin in (source, *companions):
+        if origin is not None and not Path(origin).is_dir():
+            raise ValueError(f"{origin} is not a directory; its tokenizer and processor files cannot be copied")
     flat = dict(leaves(params.to_dict()))
     files = scan_weights(source) if source and _has_weights(source) else None
     if files is not None:
         flat = {path: leaf.to(files.dtype_of.get(path, leaf.dtype)) for path, leaf in flat.items()}
+        if cfg.vision is None:  # trained as text only: the tower goes back as it came
+            flat |= {path: read_leaf(files, path) for path in files.file_of if path.startswith("model.visual.")}
+            cfg = dataclasses.replace(cfg, vision=read_config(files.directory).vision)
     elif dtype is not None:
         flat = {path: leaf.to(dtype) for path, leaf in flat.items()}
     if files is not None and files.file_of.keys() == flat.keys():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tensordict import TensorDict
 
 from .collectives import Groups
 from .config import Qwen3VLMoeConfig
@@ -135,11 +135,16 @@ class Outputs(NamedTuple):
 
 
 def forward(
-    params: Mapping[str, Any], batch: Batch, cfg: Qwen3VLMoeConfig, groups: Groups = Groups(), *, dtype: torch.dtype | None = None
+    params: TensorDict | dict[str, Any],
+    batch: Batch,
+    cfg: Qwen3VLMoeConfig,
+    groups: Groups = Groups(),
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Outputs:
     """Evaluate the model on a Hugging Face batch (see ``positions.prepare``); pure, so torch.func may transform it."""
     inputs = prepare(batch, cfg)
-    tree = params if isinstance(params, Mapping) else params.to_dict()
+    tree = params.to_dict() if isinstance(params, TensorDict) else params
     values = run(model_blocks(cfg, inputs, groups), tree, dtype=dtype)
     head = subtree(tree, head_path(cfg))
     return Outputs(F.linear(values["hidden"], head.to(values["hidden"].dtype)), inputs.text.token_rows, values)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch.optim.adamw import adamw
 
-from .spec import ParamSpec, Unpacked, leaves, to_tensordict
+from .spec import ParamSpec, leaves, to_tensordict
 
 Decay = Literal["cosine", "linear", "constant"]
 
@@ -52,7 +52,7 @@ def learning_rate(cfg: AdamW, step: int) -> float:
 
 def init_opt_state(params: Mapping[str, torch.Tensor]) -> AdamWState:
     """Zero moments for trainable leaves given by path."""
-    zeros = [to_tensordict({path: torch.zeros_like(leaf) for path, leaf in params.items()}).lock_() for _ in range(2)]
+    zeros = [to_tensordict({path: torch.zeros_like(leaf) for path, leaf in params.items()}) for _ in range(2)]
     return AdamWState(zeros[0], zeros[1], 0)
 
 
@@ -87,7 +87,7 @@ def adamw_update(
     fused = cfg.foreach is None and _has_fused_kernel(device.type)
     if not fused:
         torch._foreach_mul_(list(grads.values()), grad_factor)
-    exp_avg, exp_avg_sq = (dict(leaves(_unpacked(tree))) for tree in (state.exp_avg, state.exp_avg_sq))
+    exp_avg, exp_avg_sq = (dict(leaves(tree.to_dict())) for tree in (state.exp_avg, state.exp_avg_sq))
     for decay in (True, False):
         paths = [path for path in params if specs[path].decay == decay]
         if not paths:
@@ -112,9 +112,6 @@ def adamw_update(
             maximize=False,
         )
     return state._replace(step=state.step + 1)
-
-
-_unpacked = Unpacked(slots=2)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -132,24 +131,6 @@ def init_params(
     """Initialise a whole tree, leaf by leaf."""
     flat = {path: init_leaf(path, spec, seed=seed, dtype=dtype, device=device) for path, spec in leaves(specs)}
     return to_tensordict(flat)
-
-
-class Unpacked:
-    """Plain nested mappings of TensorDicts, made once per tree: indexing a TensorDict costs more than a small matmul.
-
-    Remembers the last ``slots`` trees while they are locked, since only their tensors' contents can change then.
-    """
-
-    def __init__(self, slots: int) -> None:
-        self._slots: deque[tuple[TensorDict, dict[str, Any]]] = deque(maxlen=slots)
-
-    def __call__(self, tree: TensorDict) -> dict[str, Any]:
-        for known, nested in self._slots:
-            if known is tree and tree.is_locked:
-                return nested
-        nested = tree.to_dict()
-        self._slots.append((tree, nested))
-        return nested
 
 
 def to_tensordict(flat: Mapping[str, torch.Tensor]) -> TensorDict:

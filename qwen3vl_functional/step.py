@@ -15,7 +15,7 @@ from .model import Remat, head_path, model_blocks, param_specs
 from .moe import load_balance
 from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, init_opt_state, learning_rate
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
-from .spec import Unpacked, leaves, split_frozen, subtree
+from .spec import leaves, split_frozen, subtree
 from .transforms import Loss, LossValue, Values, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
@@ -51,10 +51,10 @@ TrainStep = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetric
 
 
 def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, ...] = ()) -> TrainState:
-    """A fresh state around given weights, which are locked; frozen subtrees get no moments."""
+    """A fresh state around given weights; frozen subtrees get no moments."""
     trainable, _ = split_frozen(param_specs(cfg), frozen)
     flat = dict(leaves(params.to_dict()))
-    return TrainState(params.lock_(), init_opt_state({path: flat[path] for path in trainable}))
+    return TrainState(params, init_opt_state({path: flat[path] for path in trainable}))
 
 
 def make_train_step(
@@ -75,10 +75,9 @@ def make_train_step(
     """
     specs = dict(leaves(param_specs(cfg)))
     trainable = frozenset(split_frozen(param_specs(cfg), frozen)[0])
-    unpacked = Unpacked(slots=1)
 
     def step(state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
-        tree = unpacked(state.params)
+        tree = state.params.to_dict()
         loss, balance, num_targets, grads = accumulate(
             tree,
             micro_batches,
@@ -118,6 +117,8 @@ def accumulate(
     ``token_weighted`` divides the sum of token losses once, by the count over all micro-batches, so that accumulation
     cannot change it; ``rank_average`` averages the micro-batches' means.
     """
+    if not micro_batches:
+        raise ValueError("a step needs at least one micro-batch; a rank without samples takes one without targets")
     counts = [count_targets(batch) for batch in micro_batches]
     grads: Values = {}
     losses, balances = [], []

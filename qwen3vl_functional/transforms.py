@@ -7,6 +7,7 @@ recompute and release as a line in a loop that one can read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,9 +108,9 @@ def value_and_grad(
         del outputs, entry
         param_grads, read_grads = pullback(cotangent, retain_graph=False, create_graph=False)
         del pullback, cotangent
-        _accumulate(grads, param_grads, trainable)
         for name, grad in read_grads.items():
             cotangents[name] = cotangents[name] + grad if name in cotangents else grad
+        _accumulate(grads, param_grads, trainable, cotangents.values())
     return result._replace(param_grads={}, read_grads={})
 
 
@@ -119,7 +120,7 @@ class _Linearized(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A block bound to its leaves and inputs: those to differentiate, and the others."""
+    """A block bound to its leaves and inputs: those to differentiate, and the others. Blocks index leaves by name."""
 
     block: Block
     params: Values  # by full path
@@ -181,12 +182,18 @@ def _cast(params: Values, dtype: torch.dtype | None) -> Values:
     return params if dtype is None else {path: leaf.to(dtype) for path, leaf in params.items()}
 
 
-def _accumulate(grads: Values, new: Values, trainable: Collection[str]) -> None:
-    """Add gradients in fp32; the first of a path becomes its buffer."""
+def _accumulate(grads: Values, new: Values, trainable: Collection[str], pending: Collection[torch.Tensor] = ()) -> None:
+    """Add gradients in fp32; the first of a path becomes its buffer.
+
+    Autograd may hand out one storage twice (both terms of a sum get the same gradient), so a buffer that another new
+    gradient or a ``pending`` cotangent shares is copied first.
+    """
+    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in (*new.values(), *pending))
     for path, grad in new.items():
         if path not in trainable:
             continue
         if path in grads:
             grads[path] += grad
-        else:
-            grads[path] = grad.float()
+            continue
+        alone = grad.is_contiguous() and owners[grad.untyped_storage().data_ptr()] == 1
+        grads[path] = grad.to(torch.float32, copy=not alone, memory_format=torch.contiguous_format)
