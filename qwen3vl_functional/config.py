@@ -133,6 +133,10 @@ class VisionConfig:
             f"vision_config.hidden_act={self.hidden_act!r}: only 'gelu_pytorch_tanh' is implemented",
         )
         _require(
+            list(self.deepstack_visual_indexes) == sorted(set(self.deepstack_visual_indexes)),
+            f"vision_config.deepstack_visual_indexes={self.deepstack_visual_indexes} must rise",
+        )
+        _require(
             all(0 <= i < self.depth for i in self.deepstack_visual_indexes),
             f"vision_config.deepstack_visual_indexes={self.deepstack_visual_indexes} exceed depth={self.depth}",
         )

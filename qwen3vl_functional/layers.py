@@ -18,6 +18,9 @@ def linear(params: Params, x: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(weight: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dim: statistics in fp32, the gain applied in x's dtype (as the reference)."""
+    if x.dtype == torch.float32 and weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # torch's own would round once, after the gain.
     x_fp32 = x.float()
     normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -75,7 +78,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seg: Segments, 
         return q.flatten(1)
     if seg.pad is not None:
         q, k, v = (x.index_select(0, seg.pad) for x in (q, k, v))
-    q, k, v = (x.unflatten(0, (seg.count, seg.longest)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.view(seg.count, seg.longest, -1, head_dim).transpose(1, 2) for x in (q, k, v))
     mask = None if causal else seg.keep
     gqa = k.shape[1] != num_heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)

@@ -43,7 +43,7 @@ def model_blocks(
 ) -> list[Block]:
     """The chain from pixels and ids to ``hidden``: the normed hidden states at ``rows`` (None: of every token).
 
-    Other values it leaves: ``visual``, ``deepstack.<j>``, and with ``output_router_logits`` the routers'
+    Other values it leaves: ``vision``, ``deepstack.<j>``, ``text``, and with ``output_router_logits`` the routers'
     ``router_prob.<layer>`` and ``router_count.<layer>`` (see ``moe.Routing``).
     """
     blocks = [] if cfg.vision is None else _vision_blocks(cfg, inputs, remat)
@@ -60,9 +60,9 @@ def model_blocks(
 
 
 def _vision_blocks(cfg: Qwen3VLMoeConfig, inputs: Inputs, remat: Remat) -> list[Block]:
+    """Patch embedding, then one block a depth; a depth that deepstack taps also writes its merged feature."""
     vision, tower = cfg.vision, inputs.vision
     assert vision is not None and tower is not None
-    full = remat == "full"
 
     def embed(proj: Params, table: Params) -> tuple[torch.Tensor]:
         return (patch_embed(proj, table, tower),)
@@ -70,33 +70,38 @@ def _vision_blocks(cfg: Qwen3VLMoeConfig, inputs: Inputs, remat: Remat) -> list[
     def block(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
         return (vision_block(params, x_PW, tower, vision),)
 
-    def deepstack(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
-        return (merger(params, x_PW, vision, norm_merged=True),)
-
-    def final(params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
-        return (merger(params, x_PW, vision, norm_merged=False),)
+    def tapped(params: Params, tap: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_PW = vision_block(params, x_PW, tower, vision)
+        return x_PW, merger(tap, x_PW, vision, norm_merged=True)
 
     blocks = [Block((f"{VISION}.patch_embed.proj", f"{VISION}.pos_embed"), (), ("vision",), embed)]
     for i in range(vision.depth):
-        blocks.append(Block((f"{VISION}.blocks.{i}",), ("vision",), ("vision",), block, full))
-        for j, depth in enumerate(vision.deepstack_visual_indexes):
-            if depth == i:
-                path = f"{VISION}.deepstack_merger_list.{j}"
-                blocks.append(Block((path,), ("vision",), (f"deepstack.{j}",), deepstack, full))
-    blocks.append(Block((f"{VISION}.merger",), ("vision",), ("visual",), final, full))
+        path = f"{VISION}.blocks.{i}"
+        if i in vision.deepstack_visual_indexes:
+            j = vision.deepstack_visual_indexes.index(i)
+            paths = (path, f"{VISION}.deepstack_merger_list.{j}")
+            blocks.append(Block(paths, ("vision",), ("vision", f"deepstack.{j}"), tapped, remat == "full"))
+        else:
+            blocks.append(Block((path,), ("vision",), ("vision",), block, remat == "full"))
     return blocks
 
 
 def _fuse_block(cfg: Qwen3VLMoeConfig, inputs: Inputs) -> Block:
-    text = inputs.text
+    """Embed the tokens and put the tower's merged output in the place of its placeholders."""
+    text, vision = inputs.text, cfg.vision
 
-    def fuse(table: Params, *visual_MD: torch.Tensor) -> tuple[torch.Tensor]:
-        x_TD = F.embedding(text.ids_T, table["weight"])
-        for rows in visual_MD:
-            x_TD = x_TD.index_copy(0, text.visual_rows_M, rows.to(x_TD.dtype))
-        return (x_TD,)
+    def embed(table: Params) -> tuple[torch.Tensor]:
+        return (F.embedding(text.ids_T, table["weight"]),)
 
-    return Block((f"{TEXT}.embed_tokens",), () if cfg.vision is None else ("visual",), ("text",), fuse)
+    def fuse(table: Params, params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
+        assert vision is not None
+        (x_TD,) = embed(table)
+        visual_MD = merger(params, x_PW, vision, norm_merged=False)
+        return (x_TD.index_copy(0, text.visual_rows_M, visual_MD.to(x_TD.dtype)),)
+
+    if vision is None:
+        return Block((f"{TEXT}.embed_tokens",), (), ("text",), embed)
+    return Block((f"{TEXT}.embed_tokens", f"{VISION}.merger"), ("vision",), ("text",), fuse)
 
 
 def _decoder_blocks(cfg: Qwen3VLMoeConfig, layer: int, inputs: Inputs, groups: Groups, remat: Remat) -> list[Block]:

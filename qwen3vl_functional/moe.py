@@ -30,8 +30,13 @@ class Routing(NamedTuple):
 
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor  # in the activations' dtype, sum to 1 over K
-    prob_sum_E: torch.Tensor  # fp32: probability of each expert, summed over tokens
+    probs_TE: torch.Tensor  # fp32
     count_E: torch.Tensor  # int64: tokens that chose each expert
+
+    @property
+    def prob_sum_E(self) -> torch.Tensor:
+        """Probability of each expert, summed over tokens; fp32."""
+        return self.probs_TE.sum(0)
 
 
 def moe(params: Params, x_TD: torch.Tensor, cfg: TextConfig, groups: Groups) -> tuple[torch.Tensor, Routing]:
@@ -52,7 +57,7 @@ def route(weight_ED: torch.Tensor, x_TD: torch.Tensor, cfg: TextConfig) -> Routi
     weights_TK, experts_TK = probs_TE.topk(cfg.num_experts_per_tok)
     weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(x_TD.dtype)
     count_E = torch.bincount(experts_TK.flatten(), minlength=cfg.num_experts)
-    return Routing(experts_TK, weights_TK, probs_TE.sum(0), count_E)
+    return Routing(experts_TK, weights_TK, probs_TE, count_E)
 
 
 def run_experts(
@@ -66,25 +71,53 @@ def run_experts(
     count_E: torch.Tensor,
 ) -> torch.Tensor:
     """Weighted sum over the local experts ``first`` .. ``first + len(gate_up)`` of each token's expert outputs (T, D)."""
-    local = gate_up_EDF.shape[0]
-    order_R = experts_TK.flatten().argsort(stable=True)  # (token, slot) pairs sorted by expert
-    if local < len(count_E):  # keep the rows of this rank's experts: a contiguous run
-        begin, count_E = int(count_E[:first].sum()), count_E[first : first + local]
-        order_R = order_R[begin : begin + int(count_E.sum())]
-    token_R = order_R // experts_TK.shape[1]
+    rows = sort_rows(experts_TK, count_E, first, len(gate_up_EDF), multiple=_row_multiple(x_TD))
+    token_R = rows.slot_R // experts_TK.shape[1]
     # index_select rather than indexing: its backward is one index_add.
-    gate_RF, up_RF = grouped_linear(x_TD.index_select(0, token_R), gate_up_EDF, count_E).chunk(2, dim=-1)
-    y_RD = grouped_linear(F.silu(gate_RF) * up_RF, down_EFD, count_E)
-    weight_R = weights_TK.flatten().index_select(0, order_R)
+    ends_E = rows.count_E.cumsum(0, dtype=torch.int32)
+    gate_RF, up_RF = grouped_linear(x_TD.index_select(0, token_R), gate_up_EDF, ends_E).chunk(2, dim=-1)
+    y_RD = grouped_linear(F.silu(gate_RF) * up_RF, down_EFD, ends_E)
+    weight_R = weights_TK.flatten().index_select(0, rows.slot_R)
+    if rows.keep_R is not None:
+        weight_R = weight_R * rows.keep_R
     return torch.zeros_like(x_TD).index_add(0, token_R, y_RD * weight_R[:, None])
 
 
-def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
-    """``x[rows of expert e] @ weight[e]`` for rows sorted by expert, ``count_E`` rows each; experts may be empty."""
+class Rows(NamedTuple):
+    """(token, slot) pairs sorted by expert, ``count_E`` rows each; ``keep_R`` is False for rows that only fill up."""
+
+    slot_R: torch.Tensor  # index into the flattened (T, K)
+    count_E: torch.Tensor
+    keep_R: torch.Tensor | None
+
+
+def sort_rows(experts_TK: torch.Tensor, count_E: torch.Tensor, first: int, local: int, *, multiple: int) -> Rows:
+    """The rows of experts ``first`` .. ``first + local``, each expert's count rounded up to a ``multiple``."""
+    slot_R = experts_TK.flatten().argsort(stable=True)
+    if local < len(count_E):  # a contiguous run
+        begin, count_E = int(count_E[:first].sum()), count_E[first : first + local]
+        slot_R = slot_R[begin : begin + int(count_E.sum())]
+    if multiple == 1:
+        return Rows(slot_R, count_E, None)
+    fill_E = -count_E % multiple
+    shift_E = fill_E.cumsum(0) - fill_E
+    place_R = torch.arange(len(slot_R), device=slot_R.device) + shift_E.repeat_interleave(count_E)
+    total = len(slot_R) + int(fill_E.sum())
+    keep_R = torch.zeros(total, dtype=torch.bool, device=slot_R.device)
+    return Rows(slot_R.new_zeros(total).index_copy(0, place_R, slot_R), count_E + fill_E, keep_R.index_fill(0, place_R, True))
+
+
+def _row_multiple(x: torch.Tensor) -> int:
+    """A CPU compiles a matmul in reduced precision anew for every number of rows that it meets: let it meet few."""
+    return 32 if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else 1
+
+
+def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """``x[rows of expert e] @ weight[e]`` for rows sorted by expert, which end at ``ends_E`` (int32); experts may be empty."""
     if _can_group(x_RD, weight_EDF):
-        return F.grouped_mm(x_RD, weight_EDF, offs=count_E.cumsum(0).to(torch.int32))
+        return F.grouped_mm(x_RD, weight_EDF, offs=ends_E)
     # unbind once: indexing weight[e] would write a gradient the size of all experts for each of them.
-    rows = x_RD.split(count_E.tolist())
+    rows = x_RD.tensor_split(ends_E[:-1].tolist())
     return torch.cat([x @ w for x, w in zip(rows, weight_EDF.unbind(0), strict=True)])
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .config import Qwen3VLMoeConfig, TextConfig
@@ -118,12 +120,12 @@ def text_positions(
         1: deque((t, h // merge, w // merge) for t, h, w in image_grids),
         2: deque((1, h // merge, w // merge) for t, h, w in video_grids for _ in range(t)),
     }
-    pieces: list[torch.Tensor] = []
-    for sample, (kinds, keep) in enumerate(zip(kinds_BT.cpu(), keep_BT.cpu(), strict=True)):
+    pieces: list[np.ndarray] = []
+    for sample, (kinds, keep) in enumerate(zip(kinds_BT.cpu().numpy(), keep_BT.cpu().numpy(), strict=True)):
         here = 0
-        for kind, length in zip(*(x.tolist() for x in torch.unique_consecutive(kinds[keep], return_counts=True)), strict=True):
+        for kind, length in _runs(kinds[keep]):
             if kind == 0:
-                pieces.append(torch.arange(here, here + length).expand(3, -1))
+                pieces.append(np.broadcast_to(np.arange(here, here + length), (3, length)))
                 here += length
                 continue
             while length > 0:
@@ -136,7 +138,7 @@ def text_positions(
                         f"sample {sample}: a {name} grid of {t} x {h} x {w} = {t * h * w} merged tokens "
                         f"meets a run of {length} {name} tokens"
                     )
-                pieces.append(torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).view(-1, 3).T + here)
+                pieces.append(np.indices((t, h, w)).reshape(3, -1) + here)
                 here += max(h, w)
                 length -= t * h * w
     for kind, name in ((1, "image"), (2, "video")):
@@ -145,7 +147,15 @@ def text_positions(
                 f"{len(blocks[kind])} {name} grids have no {name} tokens in input_ids (first unused, "
                 f"merged: {blocks[kind][0]}); truncation must never cut inside an image or a video"
             )
-    return torch.cat(pieces, 1) if pieces else torch.zeros(3, 0, dtype=torch.int64)
+    return torch.from_numpy(np.concatenate(pieces, axis=1) if pieces else np.zeros((3, 0), dtype=np.int64))
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """(value, length) of each run of equal values."""
+    if len(values) == 0:
+        return []
+    begins = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    return list(zip(values[begins].tolist(), np.diff(begins, append=len(values)).tolist(), strict=True))
 
 
 def text_rotary(positions_3T: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,6 +204,13 @@ def interpolation_taps(rows_cols_P2: torch.Tensor, size: tuple[int, int], side: 
     return rows, weights
 
 
+@functools.lru_cache(maxsize=64)
+def _frame(height: int, width: int, merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coordinates and interpolation of one frame; remembered, because grids repeat from image to image."""
+    order = merge_block_order(height, width, merge)
+    return order, *interpolation_taps(order, (height, width), side)
+
+
 def _vision_inputs(
     batch: Batch, grids: Mapping[str, list[list[int]]], cfg: Qwen3VLMoeConfig, device: torch.device
 ) -> VisionInputs | None:
@@ -210,8 +227,7 @@ def _vision_inputs(
     for t, h, w in grids["image"] + grids["video"]:
         if h % vision.spatial_merge_size or w % vision.spatial_merge_size:
             raise ValueError(f"a grid of {h} x {w} patches does not divide by spatial_merge_size={vision.spatial_merge_size}")
-        frame = merge_block_order(h, w, vision.spatial_merge_size)
-        rows, weight = interpolation_taps(frame, (h, w), vision.grid_side)
+        frame, rows, weight = _frame(h, w, vision.spatial_merge_size, vision.grid_side)
         coordinates.append(frame.repeat(t, 1))
         taps.append(rows.repeat(1, t))
         weights.append(weight.repeat(1, t))

@@ -16,7 +16,7 @@ from .moe import load_balance
 from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, init_opt_state, learning_rate
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
 from .spec import leaves, split_frozen, subtree
-from .transforms import Loss, LossValue, Values, run, value_and_grad
+from .transforms import Loss, LossValue, Values, fuse, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
 
@@ -130,6 +130,7 @@ def accumulate(
         inputs = prepare(batch, cfg)
         blocks = model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows, remat=remat)
         loss = training_loss(cfg, inputs, trainable, scale=scale, balance_scale=1.0 / len(counts), dtype=head_dtype)
+        blocks = fuse(blocks, tree, loss.reads)
         value = value_and_grad(blocks, loss, tree, trainable, grads, dtype=dtype)
         losses.append(value.loss)
         balances += [value.metrics["load_balance"]] if "load_balance" in value.metrics else []

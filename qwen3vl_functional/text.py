@@ -29,13 +29,15 @@ def self_attention_specs(cfg: TextConfig) -> SpecTree:
 def self_attention(params: Params, x_TD: torch.Tensor, inputs: TextInputs, cfg: TextConfig, groups: Groups) -> torch.Tensor:
     """Causal attention inside each sample; under tp each rank has some of the heads and the outputs are added up."""
     x_TD = replicated_to_varying(x_TD, groups.tp)
-    q, k, v_TGH = (linear(params[f"{name}_proj"], x_TD).unflatten(1, (-1, cfg.head_dim)) for name in "qkv")
-    # Queries and keys go through norm and rotation together: half the operations, and these are small ones.
+    # One matmul, one norm and one rotation for all heads: small operations cost what they are, not what they compute.
+    qkv = F.linear(x_TD, torch.cat([params[f"{name}_proj"]["weight"] for name in "qkv"])).unflatten(1, (-1, cfg.head_dim))
+    num_kv = params["k_proj"]["weight"].shape[0] // cfg.head_dim
+    num_q = qkv.shape[1] - 2 * num_kv
+    qk, v_TGH = qkv.split((num_q + num_kv, num_kv), dim=1)
     q_gain, k_gain = (replicated_to_varying(params[name]["weight"], groups.tp) for name in ("q_norm", "k_norm"))
-    gain = torch.cat((q_gain.expand(q.shape[1], -1), k_gain.expand(k.shape[1], -1)))
-    qk = rms_norm(gain, torch.cat((q, k), dim=1), cfg.rms_norm_eps)
+    gain = torch.cat((q_gain.expand(num_q, -1), k_gain.expand(num_kv, -1)))
     cos, sin = (table.to(x_TD.dtype) for table in (inputs.cos_T1H, inputs.sin_T1H))
-    q_TNH, k_TGH = apply_rotary(qk, cos, sin).split((q.shape[1], k.shape[1]), dim=1)
+    q_TNH, k_TGH = apply_rotary(rms_norm(gain, qk, cfg.rms_norm_eps), cos, sin).split((num_q, num_kv), dim=1)
     y_TD = linear(params["o_proj"], attention(q_TNH, k_TGH, v_TGH, inputs.samples, causal=True))
     return all_reduce(y_TD, groups.tp)
 

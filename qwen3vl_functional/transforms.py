@@ -18,6 +18,9 @@ from .spec import leaves, subtree, unflatten
 
 Values = dict[str, torch.Tensor]
 
+# Blocks whose parameters are fewer than this are bound by dispatch, not by arithmetic.
+FUSE_BYTES = 64 << 20
+
 
 class Block(NamedTuple):
     """One differentiable step: ``fn(*subtrees at paths, *values read) -> tuple of values written``.
@@ -114,6 +117,52 @@ def value_and_grad(
     return result._replace(param_grads={}, read_grads={})
 
 
+def fuse(
+    blocks: Sequence[Block], params: Mapping[str, Any], keep: Collection[str], *, max_bytes: int = FUSE_BYTES
+) -> list[Block]:
+    """Join neighbouring blocks while their parameters stay below ``max_bytes``: one vjp costs less than several.
+
+    ``keep`` names the values that are read after the chain. Rematerialised blocks stay as they are.
+    """
+    runs: list[list[Block]] = []
+    room = 0
+    for block in blocks:
+        size = sum(leaf.numel() * leaf.element_size() for root in block.paths for _, leaf in _leaves(params, root))
+        if not runs or block.remat or runs[-1][-1].remat or size > room:
+            runs.append([])
+            room = max_bytes
+        runs[-1].append(block)
+        room -= size
+    fused: list[Block] = []
+    needed = set(keep)
+    for run_ in reversed(runs):
+        fused.append(run_[0] if len(run_) == 1 else _joined(run_, needed))
+        needed = (needed - set(fused[-1].writes)) | set(fused[-1].reads)
+    return fused[::-1]
+
+
+def _joined(blocks: Sequence[Block], needed: Collection[str]) -> Block:
+    """One block that does what several do, in turn, and writes what is needed after them."""
+    paths = tuple(dict.fromkeys(path for block in blocks for path in block.paths))
+    written: set[str] = set()
+    reads: dict[str, None] = {}
+    for block in blocks:
+        reads.update(dict.fromkeys(name for name in block.reads if name not in written))
+        written.update(block.writes)
+    writes = tuple(name for name in dict.fromkeys(name for block in blocks for name in block.writes) if name in needed)
+    writes = writes or blocks[-1].writes  # nobody reads it: its gradients are zeros, not missing
+
+    def fn(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        subtrees = dict(zip(paths, arguments[: len(paths)], strict=True))
+        values = dict(zip(reads, arguments[len(paths) :], strict=True))
+        for block in blocks:
+            outputs = block.fn(*(subtrees[path] for path in block.paths), *(values[name] for name in block.reads))
+            values.update(zip(block.writes, outputs, strict=True))
+        return tuple(values[name] for name in writes)
+
+    return Block(paths, tuple(reads), writes, fn)
+
+
 class _Linearized(NamedTuple):
     outputs: tuple[torch.Tensor, ...]
     pullback: Callable[..., tuple[Values, Values]]
@@ -185,15 +234,18 @@ def _cast(params: Values, dtype: torch.dtype | None) -> Values:
 def _accumulate(grads: Values, new: Values, trainable: Collection[str], pending: Collection[torch.Tensor] = ()) -> None:
     """Add gradients in fp32; the first of a path becomes its buffer.
 
-    Autograd may hand out one storage twice (both terms of a sum get the same gradient), so a buffer that another new
-    gradient or a ``pending`` cotangent shares is copied first.
+    Autograd may hand out one tensor twice (both terms of a sum get the same gradient), so a buffer that another new
+    gradient or a ``pending`` cotangent shares is copied first. Disjoint parts of one storage are fine.
     """
-    owners = Counter(tensor.untyped_storage().data_ptr() for tensor in (*new.values(), *pending))
+    uses = Counter(grad.data_ptr() for grad in new.values())
+    held = {tensor.untyped_storage().data_ptr() for tensor in pending}
     for path, grad in new.items():
         if path not in trainable:
             continue
         if path in grads:
             grads[path] += grad
             continue
-        alone = grad.is_contiguous() and owners[grad.untyped_storage().data_ptr()] == 1
-        grads[path] = grad.to(torch.float32, copy=not alone, memory_format=torch.contiguous_format)
+        alone = uses[grad.data_ptr()] == 1 and grad.is_contiguous() and grad.untyped_storage().data_ptr() not in held
+        if not (alone and grad.dtype == torch.float32):
+            grad = grad.to(torch.float32, copy=not alone, memory_format=torch.contiguous_format)
+        grads[path] = grad

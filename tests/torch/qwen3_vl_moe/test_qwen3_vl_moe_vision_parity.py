@@ -16,7 +16,7 @@ from qwen3vl_functional.layers import apply_rotary
 from qwen3vl_functional.model import model_blocks
 from qwen3vl_functional.positions import VisionInputs, interpolation_taps, merge_block_order, prepare, vision_rotary
 from qwen3vl_functional.spec import leaves
-from qwen3vl_functional.transforms import Loss, LossValue, value_and_grad
+from qwen3vl_functional.transforms import Block, Loss, LossValue, value_and_grad
 from qwen3vl_functional.vision import merger, patch_embed, vision_block
 
 # Of cos and sin themselves: both sides take the same fp32 angle, so only the last bit may differ.
@@ -129,6 +129,10 @@ def test_mergers(model, cfg, batch, which) -> None:
     check_rung(module, lambda params, x: merger(params, x, cfg.vision, norm_merged=deepstack), module, x_PW)
 
 
+def final_merger(params, x_PW, cfg):
+    return merger(params, x_PW, cfg.vision, norm_merged=False)
+
+
 @pytest.mark.parametrize("remat", ["off", "full"])
 def test_whole_tower(model, cfg, batch, remat) -> None:
     """Merged tokens and every deepstack feature; gradients through the chain of blocks."""
@@ -145,10 +149,10 @@ def test_whole_tower(model, cfg, batch, remat) -> None:
 
     tree = {"model": {"visual": tree_of(visual)}}
     trainable = frozenset(path for path, _ in leaves(tree))
-    blocks = model_blocks(cfg, inputs, remat=remat)
-    tower = blocks[: 1 + next(i for i, block in enumerate(blocks) if "visual" in block.writes)]
+    tower = [block for block in model_blocks(cfg, inputs, remat=remat) if "vision" in block.writes]
+    merge = Block(("model.visual.merger",), ("vision",), ("visual",), lambda params, x: (final_merger(params, x, cfg),))
     grads: dict[str, torch.Tensor] = {}
-    values = value_and_grad(tower, Loss((), tuple(names), loss), tree, trainable, grads).metrics
+    values = value_and_grad([*tower, merge], Loss((), tuple(names), loss), tree, trainable, grads).metrics
     for name in names:
         assert_close(values[name], expected[name].detach(), RUNG_TOLERANCE, name)
     target = reference_grads(visual, sum((expected[name] * cotangents[name]).sum() for name in names))
@@ -164,7 +168,8 @@ def test_frames_do_not_see_each_other(model, cfg) -> None:
     images = make_batch(cfg, [[3, *[("image", (1, 4, 6))] * 3, 4]])
     images["pixel_values"] = video["pixel_values_videos"]
     tree = tree_of(model)
-    ours = [forward(tree, batch, cfg).values["visual"] for batch in (video, images)]
+    merge = tree["model"]["visual"]["merger"]
+    ours = [final_merger(merge, forward(tree, batch, cfg).values["vision"], cfg) for batch in (video, images)]
     assert_close(ours[0], ours[1], RUNG_TOLERANCE, "ours")
     with torch.no_grad():
         theirs = model.model.visual(images["pixel_values"], grid_thw=images["image_grid_thw"]).pooler_output
