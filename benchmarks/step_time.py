@@ -22,7 +22,7 @@ import torch
 from cases import CASES, LEARNING_RATE, MAX_GRAD_NORM, Case, make_batch, make_params, matmul_peak, step_flops, transformers_model
 
 from hyper_parallel.platform import Platform
-from qwen3vl_functional import AdamW, init_state, make_train_step
+from qwen3vl_functional import AdamW, Recipe, init_state, make_train_step
 
 WARMUP_ROUNDS = 2
 Step = Callable[[], float]
@@ -50,7 +50,7 @@ def build(case: Case, dtype: str, contender: str, remat: bool) -> Step:
 def _ours(case: Case, params: Any, batch: dict[str, torch.Tensor], dtype: torch.dtype | None, remat: bool) -> Step:
     state = init_state(params, case.config)
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-    train_step = make_train_step(case.config, optimizer, dtype=dtype, remat="full" if remat else "off")
+    train_step = make_train_step(case.config, optimizer, Recipe(dtype=dtype, remat="full" if remat else "off"))
 
     def step() -> float:
         nonlocal state

@@ -11,11 +11,12 @@ from .hf import load_params, read_config, save_params
 from .model import forward, param_specs
 from .optim import AdamW
 from .spec import init_params
-from .step import TrainState, init_state, make_eval_step, make_train_step
+from .step import Recipe, TrainState, init_state, make_eval_step, make_train_step
 
 __all__ = [
     "AdamW",
     "Qwen3VLMoeConfig",
+    "Recipe",
     "TextConfig",
     "TrainState",
     "VisionConfig",

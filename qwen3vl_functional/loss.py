@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from .collectives import Groups, axis_rank
 
 CHUNK_BYTES = 64 << 20  # of fp32 logits held at a time
 
@@ -23,6 +26,7 @@ def head_loss(
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     *,
+    groups: Groups = Groups(),
     scale: float = 1.0,
     with_grad: bool = False,
     weight_trainable: bool = True,
@@ -32,9 +36,10 @@ def head_loss(
     The rule is closed-form, ``d loss / d logits = softmax - onehot``: each chunk turns its logits into their gradient in
     place, so a chunk costs three matmuls and one buffer, and nothing is kept for a later backward. ``hidden_ND`` holds only
     rows that have a target; no rows give loss 0 and zero gradients. Gradients are of ``scale * loss_sum``, in the
-    operands' dtypes.
+    operands' dtypes. Under tp each rank has part of the vocabulary: maxima, sums and the hidden rows' gradient are reduced.
     """
     num_rows, vocab = len(targets_N), weight_VD.shape[0]
+    targets_N = targets_N - axis_rank(groups.tp) * vocab  # outside 0 .. vocab: another rank's
     rows = max(1, CHUNK_BYTES // (4 * vocab))
     loss_sum = hidden_ND.new_zeros((), dtype=torch.float32)
     correct = torch.empty(num_rows, dtype=torch.bool, device=hidden_ND.device)
@@ -45,17 +50,32 @@ def head_loss(
         hidden, target = hidden_ND[part], targets_N[part, None]
         logits = (hidden @ weight_VD.T).float()
         top, likeliest = logits.max(-1, keepdim=True)
-        correct[part] = (likeliest == target)[:, 0]
-        at_target = logits.gather(-1, target)
+        mine = (target >= 0) & (target < vocab)
+        target = torch.where(mine, target, 0)
+        at_target = torch.where(mine, logits.gather(-1, target), 0.0)
+        top = _reduced(top, groups, dist.ReduceOp.MAX)
+        # The target comes first if its own logit is the largest, and the first of those that are equal.
+        first = torch.where(mine & (likeliest == target) & (at_target == top), 1.0, 0.0)
         exps = logits.sub_(top).exp_()
-        total = exps.sum(-1, keepdim=True)
+        sums = torch.cat((exps.sum(-1, keepdim=True), at_target, first), dim=-1)
+        total, at_target, first = _reduced(sums, groups, dist.ReduceOp.SUM).split(1, dim=-1)
+        correct[part] = first[:, 0] > 0
         loss_sum += (total.log() + top - at_target).sum()
         if hidden_grad is None:
             continue
         grad = exps.mul_(scale / total)
-        grad.scatter_add_(-1, target, torch.full_like(at_target, -scale))
+        grad.scatter_add_(-1, target, torch.where(mine, -scale, 0.0).to(grad.dtype))
         grad = grad.to(weight_VD.dtype)
         torch.mm(grad, weight_VD, out=hidden_grad[part])
         if weight_grad is not None:
             weight_grad.addmm_(grad.T, hidden)
+    if hidden_grad is not None:
+        hidden_grad = _reduced(hidden_grad, groups, dist.ReduceOp.SUM)
     return HeadLoss(loss_sum, correct, hidden_grad, weight_grad)
+
+
+def _reduced(x: torch.Tensor, groups: Groups, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce over the tp ranks, in place."""
+    if groups.tp is not None:
+        dist.all_reduce(x, op=op, group=groups.tp)
+    return x

@@ -13,8 +13,8 @@ from .config import Qwen3VLMoeConfig
 from .layers import Params, rms_norm
 from .positions import Batch, Inputs, prepare
 from .spec import SpecTree, subtree, weight
-from .text import attention_half, mlp_half, text_specs
-from .transforms import Block, Values, run
+from .text import attention_half, embedding, mlp_half, text_specs
+from .transforms import Block, LocalWeights, Values, run
 from .vision import merger, patch_embed, vision_block, vision_specs
 
 Remat = Literal["off", "full", "selective"]
@@ -47,7 +47,7 @@ def model_blocks(
     ``router_prob.<layer>`` and ``router_count.<layer>`` (see ``moe.Routing``).
     """
     blocks = [] if cfg.vision is None else _vision_blocks(cfg, inputs, remat)
-    blocks.append(_fuse_block(cfg, inputs))
+    blocks.append(_fuse_block(cfg, inputs, groups))
     for layer in range(cfg.text.num_hidden_layers):
         blocks += _decoder_blocks(cfg, layer, inputs, groups, remat)
 
@@ -86,12 +86,12 @@ def _vision_blocks(cfg: Qwen3VLMoeConfig, inputs: Inputs, remat: Remat) -> list[
     return blocks
 
 
-def _fuse_block(cfg: Qwen3VLMoeConfig, inputs: Inputs) -> Block:
+def _fuse_block(cfg: Qwen3VLMoeConfig, inputs: Inputs, groups: Groups) -> Block:
     """Embed the tokens and put the tower's merged output in the place of its placeholders."""
     text, vision = inputs.text, cfg.vision
 
     def embed(table: Params) -> tuple[torch.Tensor]:
-        return (F.embedding(text.ids_T, table["weight"]),)
+        return (embedding(table["weight"], text.ids_T, groups),)
 
     def fuse(table: Params, params: Params, x_PW: torch.Tensor) -> tuple[torch.Tensor]:
         assert vision is not None
@@ -150,6 +150,7 @@ def forward(
     """Evaluate the model on a Hugging Face batch (see ``positions.prepare``); pure, so torch.func may transform it."""
     inputs = prepare(batch, cfg)
     tree = params.to_dict() if isinstance(params, TensorDict) else params
-    values = run(model_blocks(cfg, inputs, groups), tree, dtype=dtype)
+    values = run(model_blocks(cfg, inputs, groups), LocalWeights(tree, dtype))
     head = subtree(tree, head_path(cfg))
+    assert groups.tp is None, "logits would be a part of the vocabulary: use the steps, which add up over ranks"
     return Outputs(F.linear(values["hidden"], head.to(values["hidden"].dtype)), inputs.text.token_rows, values)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch.optim.adamw import adamw
 
+from .sharding import local_view
 from .spec import ParamSpec, leaves, to_tensordict
 
 Decay = Literal["cosine", "linear", "constant"]
@@ -51,7 +52,7 @@ def learning_rate(cfg: AdamW, step: int) -> float:
 
 
 def init_opt_state(params: Mapping[str, torch.Tensor]) -> AdamWState:
-    """Zero moments for trainable leaves given by path."""
+    """Zero moments for trainable leaves given by path, placed as they are."""
     zeros = [to_tensordict({path: torch.zeros_like(leaf) for path, leaf in params.items()}) for _ in range(2)]
     return AdamWState(zeros[0], zeros[1], 0)
 
@@ -95,8 +96,8 @@ def adamw_update(
         adamw(
             [params[path] for path in paths],
             [grads[path] for path in paths],
-            [exp_avg[path] for path in paths],
-            [exp_avg_sq[path] for path in paths],
+            [local_view(exp_avg[path]) for path in paths],
+            [local_view(exp_avg_sq[path]) for path in paths],
             [],
             list(torch.full((len(paths),), float(state.step), device=device).unbind()),
             foreach=cfg.foreach if not fused else False,

@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from .collectives import Groups
 from .config import Qwen3VLMoeConfig
+from .gathered import GatheredWeights
 from .loss import head_loss
 from .model import Remat, head_path, model_blocks, param_specs
 from .moe import load_balance
 from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, init_opt_state, learning_rate
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
-from .spec import leaves, split_frozen, subtree
-from .transforms import Loss, LossValue, Values, fuse, run, value_and_grad
+from .sharding import Placement, local_view
+from .spec import leaves, split_frozen, unflatten
+from .transforms import LocalWeights, Loss, LossValue, Values, Weights, fuse, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
 
@@ -50,8 +53,25 @@ class EvalMetrics(NamedTuple):
 TrainStep = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetrics]]
 
 
+class Recipe(NamedTuple):
+    """How a step computes what it computes.
+
+    ``dtype``: of parameters and activations in flight (None: as at rest); ``head_dtype``: of the output head's matmuls where
+    that differs; ``reduce_dtype``: in which gradients are summed over ranks; ``reshard``: free gathered weights between
+    forward and backward; ``fused``: one collective a block.
+    """
+
+    remat: Remat = "off"
+    dtype: torch.dtype | None = None
+    head_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    loss_aggregation: LossAggregation = "token_weighted"
+    reshard: bool = True
+    fused: bool = True
+
+
 def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, ...] = ()) -> TrainState:
-    """A fresh state around given weights; frozen subtrees get no moments."""
+    """A fresh state around given weights (whole or placed); frozen subtrees get no moments."""
     trainable, _ = split_frozen(param_specs(cfg), frozen)
     flat = dict(leaves(params.to_dict()))
     return TrainState(params, init_opt_state({path: flat[path] for path in trainable}))
@@ -60,82 +80,101 @@ def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, 
 def make_train_step(
     cfg: Qwen3VLMoeConfig,
     optimizer: AdamW,
+    recipe: Recipe = Recipe(),
     *,
     frozen: tuple[str, ...] = (),
-    remat: Remat = "off",
-    dtype: torch.dtype | None = None,
-    head_dtype: torch.dtype | None = None,
-    loss_aggregation: LossAggregation = "token_weighted",
-    groups: Groups = Groups(),
+    placement: Placement = Placement(),
 ) -> TrainStep:
-    """Compose the step. ``dtype``: of parameters and activations in flight (None: as at rest); ``head_dtype``: of the
-    output head's matmuls where that differs.
-
-    The step takes the micro-batches of one update and reuses the storage of the state it was handed.
-    """
+    """Compose the step. It takes this rank's micro-batches of one update and reuses the storage of the state it is handed."""
     specs = dict(leaves(param_specs(cfg)))
     trainable = frozenset(split_frozen(param_specs(cfg), frozen)[0])
 
     def step(state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
-        tree = state.params.to_dict()
-        loss, balance, num_targets, grads = accumulate(
-            tree,
-            micro_batches,
-            cfg,
-            trainable,
-            remat=remat,
-            dtype=dtype,
-            head_dtype=head_dtype,
-            loss_aggregation=loss_aggregation,
-            groups=groups,
-        )
-        ordered = {path: leaf for path, leaf in leaves(tree) if path in trainable}
-        grads = {path: grads[path] for path in ordered}
-        norm = global_norm(list(grads.values()))
-        factor = clip_factor(norm, optimizer.max_grad_norm)
+        weights = make_weights(state.params, recipe, placement)
+        sums = accumulate(weights, micro_batches, cfg, trainable, recipe, placement)
+        params = {path: local_view(leaf) for path, leaf in leaves(state.params.to_dict()) if path in trainable}
+        grads = {path: sums.grads[path] for path in params}
+        norm = placed_norm(grads, placement)
         lr = learning_rate(optimizer, state.opt_state.step)
-        opt_state = adamw_update(ordered, grads, state.opt_state, specs, optimizer, grad_factor=factor)
-        return TrainState(state.params, opt_state), StepMetrics(loss, norm, lr, num_targets, balance)
+        factor = clip_factor(norm, optimizer.max_grad_norm)
+        opt_state = adamw_update(params, grads, state.opt_state, specs, optimizer, grad_factor=factor)
+        metrics = StepMetrics(sums.loss, norm, lr, sums.num_targets, sums.load_balance)
+        return TrainState(state.params, opt_state), metrics
 
     return step
 
 
+def make_weights(params: TensorDict, recipe: Recipe, placement: Placement) -> Weights:
+    """The leaves of a tree at rest, ready to be used by a chain."""
+    if placement.axes.size == 1:
+        local = {path: local_view(leaf) for path, leaf in leaves(params.to_dict())}
+        return LocalWeights(unflatten(local), recipe.dtype)
+    return GatheredWeights(
+        {path: local_view(leaf) for path, leaf in leaves(params.to_dict())},
+        placement.layouts,
+        placement.axes,
+        dtype=recipe.dtype,
+        reduce_dtype=recipe.reduce_dtype,
+        reshard=recipe.reshard,
+        fused=recipe.fused,
+    )
+
+
+def placed_norm(grads: Values, placement: Placement) -> torch.Tensor:
+    """Norm of the whole gradient, the same on every rank; a part that several ranks hold counts once."""
+    own = [grad for path, grad in grads.items() if placement.owns(path)]
+    norm = global_norm(own) if own else torch.zeros((), device=next(iter(grads.values())).device)
+    if placement.mesh is None:
+        return norm
+    square = norm.double().square()
+    dist.all_reduce(square)
+    return square.sqrt().float()
+
+
+class StepSums(NamedTuple):
+    """Over all micro-batches and data-parallel ranks; ``grads`` by path, fp32, this rank's parts."""
+
+    loss: torch.Tensor
+    load_balance: torch.Tensor | None
+    num_targets: int
+    grads: Values
+
+
 def accumulate(
-    tree: Mapping[str, Any],
+    weights: Weights,
     micro_batches: Sequence[Batch],
     cfg: Qwen3VLMoeConfig,
     trainable: frozenset[str],
-    *,
-    remat: Remat = "off",
-    dtype: torch.dtype | None = None,
-    head_dtype: torch.dtype | None = None,
-    loss_aggregation: LossAggregation = "token_weighted",
-    groups: Groups = Groups(),
-) -> tuple[torch.Tensor, torch.Tensor | None, int, Values]:
-    """Loss, load balance, number of targets and gradients (fp32, by path) of one update's micro-batches together.
+    recipe: Recipe = Recipe(),
+    placement: Placement = Placement(),
+) -> StepSums:
+    """Loss and gradients of one update's micro-batches together.
 
-    ``token_weighted`` divides the sum of token losses once, by the count over all micro-batches, so that accumulation
-    cannot change it; ``rank_average`` averages the micro-batches' means.
+    ``token_weighted`` divides the sum of token losses once, by the count over all ranks and micro-batches, so that neither
+    accumulation nor data parallelism can change it; ``rank_average`` averages the micro-batches' means.
     """
     if not micro_batches:
         raise ValueError("a step needs at least one micro-batch; a rank without samples takes one without targets")
+    axes = placement.axes
     counts = [count_targets(batch) for batch in micro_batches]
-    grads: Values = {}
+    device = micro_batches[0]["input_ids"].device
+    num_targets = int(axes.add_up(torch.tensor(sum(counts), device=device)))
+    parts = len(counts) * axes.size
     losses, balances = [], []
     for batch, count in zip(micro_batches, counts, strict=True):
-        if loss_aggregation == "token_weighted":
-            scale = 1.0 / max(1, sum(counts))
-        else:
-            scale = 1.0 / (max(1, count) * len(counts))
+        token_weighted = recipe.loss_aggregation == "token_weighted"
+        scale = 1.0 / max(1, num_targets) if token_weighted else 1.0 / (max(1, count) * parts)
         inputs = prepare(batch, cfg)
-        blocks = model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows, remat=remat)
-        loss = training_loss(cfg, inputs, trainable, scale=scale, balance_scale=1.0 / len(counts), dtype=head_dtype)
-        blocks = fuse(blocks, tree, loss.reads)
-        value = value_and_grad(blocks, loss, tree, trainable, grads, dtype=dtype)
+        blocks = model_blocks(cfg, inputs, placement.groups, rows=inputs.text.target_rows, remat=recipe.remat)
+        loss = training_loss(
+            cfg, inputs, trainable, placement.groups, scale=scale, balance_scale=1.0 / parts, dtype=recipe.head_dtype
+        )
+        value = value_and_grad(fuse(blocks, weights, loss.reads), loss, weights, trainable)
         losses.append(value.loss)
         balances += [value.metrics["load_balance"]] if "load_balance" in value.metrics else []
-    total = torch.stack(losses).sum()
-    return total, torch.stack(balances).mean() if balances else None, sum(counts), grads
+    total = axes.add_up(torch.stack(losses).sum())
+    balance = axes.add_up(torch.stack(balances).sum()) / parts if balances else None
+    return StepSums(total, balance, num_targets, weights.finish())
 
 
 def count_targets(batch: Batch) -> int:
@@ -150,6 +189,7 @@ def training_loss(
     cfg: Qwen3VLMoeConfig,
     inputs: Inputs,
     trainable: frozenset[str],
+    groups: Groups = Groups(),
     *,
     scale: float,
     balance_scale: float,
@@ -168,7 +208,13 @@ def training_loss(
         weight, hidden, targets = params[head], values["hidden"], inputs.text.targets
         weight_trainable = head in trainable
         result = head_loss(
-            weight, hidden.to(weight.dtype), targets, scale=scale, with_grad=True, weight_trainable=weight_trainable
+            weight,
+            hidden.to(weight.dtype),
+            targets,
+            groups=groups,
+            scale=scale,
+            with_grad=True,
+            weight_trainable=weight_trainable,
         )
         assert result.hidden_grad is not None
         value = LossValue(result.loss_sum * scale, {}, {}, {"hidden": result.hidden_grad.to(hidden.dtype)})
@@ -193,17 +239,18 @@ def training_loss(
 
 
 def make_eval_step(
-    cfg: Qwen3VLMoeConfig, *, dtype: torch.dtype | None = None, head_dtype: torch.dtype | None = None, groups: Groups = Groups()
+    cfg: Qwen3VLMoeConfig, recipe: Recipe = Recipe(), *, placement: Placement = Placement()
 ) -> Callable[[TensorDict, Batch], EvalMetrics]:
-    """A forward-only step. An answer counts as correct when each of its targets is the likeliest token given the ones
-    before it: exactly when greedy decoding would write it."""
+    """A forward-only step over this rank's batch. An answer counts as correct when each of its targets is the likeliest token
+    given the ones before it: exactly when greedy decoding would write it."""
 
     def step(params: TensorDict, batch: Batch) -> EvalMetrics:
-        inputs = prepare(batch, cfg)
-        tree = params.to_dict()
-        values = run(model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows), tree, dtype=dtype)
-        head = subtree(tree, head_path(cfg)).to(head_dtype or dtype)
-        result = head_loss(head, values["hidden"].to(head.dtype), inputs.text.targets)
+        inputs, groups = prepare(batch, cfg), placement.groups
+        weights = make_weights(params, recipe, placement)
+        blocks = model_blocks(cfg, inputs, groups, rows=inputs.text.target_rows)
+        hidden = run(blocks, weights)["hidden"]
+        (head,) = weights.fetch([head_path(cfg)], dtype=recipe.head_dtype).values()
+        result = head_loss(head, hidden.to(head.dtype), inputs.text.targets, groups=groups)
         num_samples, length = batch["input_ids"].shape
         sample = inputs.text.token_rows[inputs.text.target_rows] // length
         targets = torch.bincount(sample, minlength=num_samples)

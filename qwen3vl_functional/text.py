@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .collectives import Groups, all_reduce, replicated_to_varying
+from .collectives import Groups, all_reduce, axis_rank, replicated_to_varying
 from .config import TextConfig
 from .layers import Params, apply_rotary, attention, linear, rms_norm
 from .moe import Routing, moe, moe_specs
 from .positions import TextInputs
 from .spec import SpecTree, scale, weight
+
+
+def embedding(table_VD: torch.Tensor, ids_T: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Rows of the table (T, D); under tp each rank has part of the vocabulary and the others' rows are added."""
+    if groups.tp is None:
+        return F.embedding(ids_T, table_VD)
+    local = ids_T - axis_rank(groups.tp) * len(table_VD)
+    mine = (local >= 0) & (local < len(table_VD))
+    return all_reduce(F.embedding(torch.where(mine, local, 0), table_VD) * mine[:, None], groups.tp)
 
 
 def self_attention_specs(cfg: TextConfig) -> SpecTree:

@@ -8,8 +8,8 @@ recompute and release as a line in a loop that one can read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.func import vjp
@@ -53,73 +53,180 @@ class Loss(NamedTuple):
     dtype: torch.dtype | None = None  # of its parameters, where it differs from the blocks'
 
 
-def run(blocks: Sequence[Block], params: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> Values:
-    """Evaluate a chain without derivatives; ``dtype`` casts the parameters in flight."""
+class Weights(Protocol):
+    """Where a chain gets its leaves from, by full path, and where their gradients go."""
+
+    def paths(self, roots: Iterable[str]) -> list[str]:
+        """Full paths of the leaves in the named subtrees."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes that a whole leaf takes at rest."""
+        ...
+
+    def prefetch(self, paths: Sequence[str]) -> None:
+        """Announce the next ``fetch`` or ``refill``."""
+        ...
+
+    def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
+        """Leaves ready for use."""
+        ...
+
+    def release(self, leaves: Values) -> bool:
+        """The forward is done with these; True if they were emptied and need a ``refill`` before their backward."""
+        ...
+
+    def refill(self, leaves: Values) -> None:
+        """Make the same tensors hold the same numbers again."""
+        ...
+
+    def reduce(self, grads: Values, pending: Collection[torch.Tensor] = ()) -> None:
+        """Take the gradients of a block's leaves; they may share storage with ``pending`` cotangents."""
+        ...
+
+    def finish(self) -> Values:
+        """Gradients taken so far, of all micro-batches: fp32, by path, shaped as the leaves at rest."""
+        ...
+
+
+class LocalWeights:
+    """Whole leaves of one process; ``dtype`` casts them in flight, ``grads`` holds what earlier calls left."""
+
+    def __init__(self, params: dict[str, Any], dtype: torch.dtype | None = None, grads: Values | None = None) -> None:
+        self._params, self._dtype = dict(leaves(params)), dtype
+        self._grads: Values = {} if grads is None else grads
+
+    def paths(self, roots: Iterable[str]) -> list[str]:
+        return within(self._params, roots)
+
+    def size(self, path: str) -> int:
+        return self._params[path].numel() * self._params[path].element_size()
+
+    def prefetch(self, paths: Sequence[str]) -> None:
+        pass
+
+    def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
+        wanted = dtype or self._dtype
+        return {path: self._params[path] if wanted is None else self._params[path].to(wanted) for path in paths}
+
+    def release(self, leaves: Values) -> bool:
+        return False
+
+    def refill(self, leaves: Values) -> None:
+        raise AssertionError("nothing was released")
+
+    def reduce(self, grads: Values, pending: Collection[torch.Tensor] = ()) -> None:
+        accumulate(self._grads, grads, pending)
+
+    def finish(self) -> Values:
+        return self._grads
+
+
+def within(paths: Iterable[str], roots: Iterable[str]) -> list[str]:
+    """The paths that lie in the named subtrees, subtree by subtree."""
+    paths = list(paths)
+    return [path for root in roots for path in paths if path == root or path.startswith(root + ".")]
+
+
+def accumulate(grads: Values, new: Values, pending: Collection[torch.Tensor] = ()) -> None:
+    """Add gradients in fp32; the first of a path becomes its buffer.
+
+    Autograd may hand out one tensor twice (both terms of a sum get the same gradient), so a buffer that another new
+    gradient or a ``pending`` cotangent shares is copied first. Disjoint parts of one storage are fine.
+    """
+    uses = Counter(grad.data_ptr() for grad in new.values())
+    held = {tensor.untyped_storage().data_ptr() for tensor in pending}
+    for path, grad in new.items():
+        if path in grads:
+            grads[path] += grad
+            continue
+        alone = uses[grad.data_ptr()] == 1 and grad.is_contiguous() and grad.untyped_storage().data_ptr() not in held
+        if not (alone and grad.dtype == torch.float32):
+            grad = grad.to(torch.float32, copy=not alone, memory_format=torch.contiguous_format)
+        grads[path] = grad
+
+
+def run(blocks: Sequence[Block], weights: Weights) -> Values:
+    """Evaluate a chain without derivatives."""
     values: Values = {}
-    for block in blocks:
-        call = _bind(block, params, values, trainable=(), differentiable=(), dtype=dtype)
-        values.update(zip(block.writes, call.evaluate(), strict=True))
+    own = [weights.paths(block.paths) for block in blocks]
+    for i, block in enumerate(blocks):
+        leaves_ = weights.fetch(own[i])
+        if i + 1 < len(blocks):
+            weights.prefetch(own[i + 1])
+        function = _function(block, leaves_, {name: values[name] for name in block.reads})
+        values.update(zip(block.writes, function({}, {}), strict=True))
+        weights.release(leaves_)
     return values
 
 
-def value_and_grad(
-    blocks: Sequence[Block],
-    loss: Loss,
-    params: Mapping[str, Any],
-    trainable: Collection[str],
-    grads: Values,
-    *,
-    dtype: torch.dtype | None = None,
-) -> LossValue:
-    """Run a chain forward and pull its loss back, adding the gradient of every trainable leaf to ``grads`` in place.
+def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, trainable: Collection[str]) -> LossValue:
+    """Run a chain forward and pull its loss back, handing the gradients of trainable leaves to ``weights``.
 
-    ``grads`` (full path -> fp32 tensor) may start empty; successive micro-batches add up in it. A block that needs no
-    gradient stores nothing; a ``remat`` block stores its inputs alone and is run again when its turn comes.
+    A block that needs no gradient stores nothing; a ``remat`` block stores its inputs alone and is run again when its turn
+    comes. The next block's weights are announced before a block computes, so they may travel meanwhile.
     """
+    own = [weights.paths(block.paths) for block in blocks]
     values: Values = {}
     differentiable: set[str] = set()
-    tape: list[tuple[Block, _Call | _Linearized]] = []
-    for block in blocks:
-        call = _bind(block, params, values, trainable, differentiable, dtype)
-        if not call.needs_grad:
-            outputs = call.evaluate()
-            differentiable.difference_update(block.writes)
+    tape: list[_Step] = []
+    for i, block in enumerate(blocks):
+        leaves_ = weights.fetch(own[i])
+        if i + 1 < len(blocks):
+            weights.prefetch(own[i + 1])
+        reads = {name: values[name] for name in block.reads}
+        names = [path for path in own[i] if path in trainable], [name for name in block.reads if name in differentiable]
+        linearized = None
+        if any(names) and not block.remat:
+            linearized = _linearize(block, leaves_, reads, *names)
+            outputs = linearized.outputs
         else:
-            if block.remat:
-                outputs = call.evaluate()
-                tape.append((block, call))
-            else:
-                linearized = call.linearize()
-                outputs = linearized.outputs
-                tape.append((block, linearized))
+            outputs = _function(block, leaves_, reads)({}, {})
+        emptied = weights.release(leaves_)
+        if any(names):
             differentiable.update(block.writes)
+            kept = leaves_ if emptied and linearized else {}
+            tape.append(_Step(block, own[i], {} if linearized else reads, *names, linearized, kept))
+        else:
+            differentiable.difference_update(block.writes)
         values.update(zip(block.writes, outputs, strict=True))
-        del call, outputs
+        del leaves_, reads, outputs, linearized
 
-    own = _cast({path: subtree(params, path) for path in loss.paths}, loss.dtype or dtype)
-    result = loss.fn(own, {name: values[name] for name in loss.reads})
-    _accumulate(grads, result.param_grads, trainable)
+    head = weights.paths(loss.paths)
+    head_leaves = weights.fetch(head, dtype=loss.dtype)
+    if tape and tape[-1].weights_wanted:
+        weights.prefetch(tape[-1].paths)
+    result = loss.fn(head_leaves, {name: values[name] for name in loss.reads})
+    weights.reduce({path: grad for path, grad in result.param_grads.items() if path in trainable})
     cotangents = {name: grad for name, grad in result.read_grads.items() if name in differentiable}
-    del values, own
+    del values, head_leaves
     while tape:
-        block, entry = tape.pop()
-        outputs, pullback = entry.linearize() if isinstance(entry, _Call) else entry
+        step = tape.pop()
+        linearized = step.linearized
+        if linearized is None:
+            leaves_ = weights.fetch(step.paths)
+        elif step.emptied:
+            weights.refill(step.emptied)
+        if tape and tape[-1].weights_wanted:
+            weights.prefetch(tape[-1].paths)
+        if linearized is None:
+            linearized = _linearize(step.block, leaves_, step.reads, step.params, step.inputs)
+            del leaves_
+        outputs, pullback = linearized
         cotangent = tuple(
             cotangents.pop(name) if name in cotangents else torch.zeros_like(output)
-            for name, output in zip(block.writes, outputs, strict=True)
+            for name, output in zip(step.block.writes, outputs, strict=True)
         )
-        del outputs, entry
         param_grads, read_grads = pullback(cotangent, retain_graph=False, create_graph=False)
-        del pullback, cotangent
+        del step, linearized, outputs, pullback, cotangent
         for name, grad in read_grads.items():
             cotangents[name] = cotangents[name] + grad if name in cotangents else grad
-        _accumulate(grads, param_grads, trainable, cotangents.values())
+        weights.reduce(param_grads, cotangents.values())
+        del param_grads, read_grads
     return result._replace(param_grads={}, read_grads={})
 
 
-def fuse(
-    blocks: Sequence[Block], params: Mapping[str, Any], keep: Collection[str], *, max_bytes: int = FUSE_BYTES
-) -> list[Block]:
+def fuse(blocks: Sequence[Block], weights: Weights, keep: Collection[str], *, max_bytes: int = FUSE_BYTES) -> list[Block]:
     """Join neighbouring blocks while their parameters stay below ``max_bytes``: one vjp costs less than several.
 
     ``keep`` names the values that are read after the chain. Rematerialised blocks stay as they are.
@@ -127,7 +234,7 @@ def fuse(
     runs: list[list[Block]] = []
     room = 0
     for block in blocks:
-        size = sum(leaf.numel() * leaf.element_size() for root in block.paths for _, leaf in _leaves(params, root))
+        size = sum(weights.size(path) for path in weights.paths(block.paths))
         if not runs or block.remat or runs[-1][-1].remat or size > room:
             runs.append([])
             room = max_bytes
@@ -168,84 +275,35 @@ class _Linearized(NamedTuple):
     pullback: Callable[..., tuple[Values, Values]]
 
 
-class _Call(NamedTuple):
-    """A block bound to its leaves and inputs: those to differentiate, and the others. Blocks index leaves by name."""
+class _Step(NamedTuple):
+    """One entry of the tape: what the backward of a block needs."""
 
     block: Block
-    params: Values  # by full path
-    frozen_params: Values
-    reads: Values
-    constant_reads: Values
-    dtype: torch.dtype | None
+    paths: list[str]
+    reads: Values  # inputs, kept only where the block is run again
+    params: list[str]  # what to differentiate
+    inputs: list[str]
+    linearized: _Linearized | None  # None: run again
+    emptied: Values  # leaves to refill before the pullback
 
     @property
-    def needs_grad(self) -> bool:
-        return bool(self.params or self.reads)
-
-    def evaluate(self) -> tuple[torch.Tensor, ...]:
-        return self._function(_cast(self.frozen_params, self.dtype))(_cast(self.params, self.dtype), self.reads)
-
-    def linearize(self) -> _Linearized:
-        """Evaluate, keeping the residuals until the pullback is called (once)."""
-        function = self._function(_cast(self.frozen_params, self.dtype))
-        outputs, pullback = vjp(function, _cast(self.params, self.dtype), self.reads)[:2]
-        return _Linearized(outputs, pullback)
-
-    def _function(self, frozen_params: Values) -> Callable[[Values, Values], tuple[torch.Tensor, ...]]:
-        block, constant_reads = self.block, self.constant_reads
-
-        def function(params: Values, reads: Values) -> tuple[torch.Tensor, ...]:
-            tree = unflatten({**frozen_params, **params})
-            reads = {**constant_reads, **reads}
-            return block.fn(*(subtree(tree, path) for path in block.paths), *(reads[name] for name in block.reads))
-
-        return function
+    def weights_wanted(self) -> bool:
+        return self.linearized is None or bool(self.emptied)
 
 
-def _bind(
-    block: Block,
-    params: Mapping[str, Any],
-    values: Values,
-    trainable: Collection[str],
-    differentiable: Collection[str],
-    dtype: torch.dtype | None,
-) -> _Call:
-    own = {path: leaf for root in block.paths for path, leaf in _leaves(params, root)}
-    return _Call(
-        block,
-        params={path: leaf for path, leaf in own.items() if path in trainable},
-        frozen_params={path: leaf for path, leaf in own.items() if path not in trainable},
-        reads={name: values[name] for name in block.reads if name in differentiable},
-        constant_reads={name: values[name] for name in block.reads if name not in differentiable},
-        dtype=dtype,
-    )
+def _linearize(block: Block, leaves: Values, reads: Values, params: Collection[str], inputs: Collection[str]) -> _Linearized:
+    """Evaluate a block, keeping the residuals until the pullback is called (once)."""
+    primals = {path: leaves[path] for path in params}, {name: reads[name] for name in inputs}
+    outputs, pullback = vjp(_function(block, leaves, reads), *primals)[:2]
+    return _Linearized(outputs, pullback)
 
 
-def _leaves(params: Mapping[str, Any], root: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full paths and tensors of a subtree, which may be a single leaf."""
-    node = subtree(params, root)
-    return iter([(root, node)]) if isinstance(node, torch.Tensor) else leaves(node, root + ".")
+def _function(block: Block, leaves: Values, reads: Values) -> Callable[[Values, Values], tuple[torch.Tensor, ...]]:
+    """The block as a function of those leaves and inputs that are given again; blocks index their leaves by name."""
 
+    def function(params: Values, inputs: Values) -> tuple[torch.Tensor, ...]:
+        tree = unflatten({**leaves, **params})
+        values = {**reads, **inputs}
+        return block.fn(*(subtree(tree, path) for path in block.paths), *(values[name] for name in block.reads))
 
-def _cast(params: Values, dtype: torch.dtype | None) -> Values:
-    return params if dtype is None else {path: leaf.to(dtype) for path, leaf in params.items()}
-
-
-def _accumulate(grads: Values, new: Values, trainable: Collection[str], pending: Collection[torch.Tensor] = ()) -> None:
-    """Add gradients in fp32; the first of a path becomes its buffer.
-
-    Autograd may hand out one tensor twice (both terms of a sum get the same gradient), so a buffer that another new
-    gradient or a ``pending`` cotangent shares is copied first. Disjoint parts of one storage are fine.
-    """
-    uses = Counter(grad.data_ptr() for grad in new.values())
-    held = {tensor.untyped_storage().data_ptr() for tensor in pending}
-    for path, grad in new.items():
-        if path not in trainable:
-            continue
-        if path in grads:
-            grads[path] += grad
-            continue
-        alone = uses[grad.data_ptr()] == 1 and grad.is_contiguous() and grad.untyped_storage().data_ptr() not in held
-        if not (alone and grad.dtype == torch.float32):
-            grad = grad.to(torch.float32, copy=not alone, memory_format=torch.contiguous_format)
-        grads[path] = grad
+    return function

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from plain import value_and_grad
 
 from qwen3vl_functional import Qwen3VLMoeConfig
 from qwen3vl_functional.collectives import Groups, all_reduce, axis_rank, replicated_to_varying
@@ -16,7 +17,7 @@ from qwen3vl_functional.moe import moe, moe_specs
 from qwen3vl_functional.positions import TextInputs, text_rotary
 from qwen3vl_functional.spec import leaves, unflatten
 from qwen3vl_functional.text import dense_mlp, dense_mlp_specs, self_attention, self_attention_specs
-from qwen3vl_functional.transforms import Block, Loss, LossValue, value_and_grad
+from qwen3vl_functional.transforms import Block, Loss, LossValue
 
 RANKS = 2
 TIME_LIMIT = 60.0

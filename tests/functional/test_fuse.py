@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import fuse, run, value_and_grad
 
 from qwen3vl_functional.spec import leaves
-from qwen3vl_functional.transforms import Block, Loss, LossValue, fuse, run, value_and_grad
+from qwen3vl_functional.transforms import Block, Loss, LossValue
 
 NAMES = ("a", "b", "c")
 

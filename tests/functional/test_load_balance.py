@@ -10,6 +10,7 @@ from qwen3vl_functional import forward, param_specs
 from qwen3vl_functional import moe as moe_module
 from qwen3vl_functional.spec import leaves, to_tensordict
 from qwen3vl_functional.step import accumulate
+from qwen3vl_functional.transforms import LocalWeights
 
 
 def flat(params):
@@ -18,7 +19,7 @@ def flat(params):
 
 def gradients(params, batches, cfg):
     """Loss, load balance, number of targets and gradients, everything trained."""
-    return accumulate(params.to_dict(), batches, cfg, frozenset(path for path, _ in leaves(param_specs(cfg))))
+    return accumulate(LocalWeights(params.to_dict()), batches, cfg, frozenset(path for path, _ in leaves(param_specs(cfg))))
 
 
 @pytest.fixture(scope="module")

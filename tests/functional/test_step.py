@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qwen3vl_functional import AdamW, forward, init_params, init_state, make_eval_step, make_train_step, param_specs
+from qwen3vl_functional import AdamW, Recipe, forward, init_params, init_state, make_eval_step, make_train_step, param_specs
 from qwen3vl_functional.optim import learning_rate
 from qwen3vl_functional.spec import leaves, split_frozen, to_tensordict
 from qwen3vl_functional.step import accumulate, count_targets
+from qwen3vl_functional.transforms import LocalWeights
 
 GRAD_TOLERANCE = 1e-5  # of the leaf's norm: fp32 sums in another order
 OPTIMIZER = AdamW(lr=1e-2, lr_min=1e-3, warmup_steps=0, total_steps=6, eps=1e-5)
@@ -25,8 +26,7 @@ def flat(params):
 
 
 def gradients(params, batches, cfg, **options):
-    loss, balance, num_targets, grads = accumulate(params.to_dict(), batches, cfg, every_path(cfg), **options)
-    return loss, balance, num_targets, grads
+    return accumulate(LocalWeights(params.to_dict(), options.get("dtype")), batches, cfg, every_path(cfg), Recipe(**options))
 
 
 def assert_same_grads(ours, expected, tolerance=GRAD_TOLERANCE):
@@ -162,7 +162,7 @@ def test_all_labels_masked(cfg, params, make_batch, aggregation):
     loss, _, num_targets, grads = gradients(params, [batch, batch], cfg, loss_aggregation=aggregation)
     assert num_targets == 0 and loss == 0
     assert grads.keys() == every_path(cfg) and not any(grad.any() for grad in grads.values())
-    _, metrics = make_train_step(cfg, OPTIMIZER, loss_aggregation=aggregation)(init_state(params.clone(), cfg), [batch])
+    _, metrics = make_train_step(cfg, OPTIMIZER, Recipe(loss_aggregation=aggregation))(init_state(params.clone(), cfg), [batch])
     assert metrics.loss == 0 and metrics.grad_norm == 0
 
 
@@ -226,7 +226,7 @@ def test_frozen_tower(cfg, params, make_batch):
     for tree in (state.opt_state.exp_avg, state.opt_state.exp_avg_sq):
         assert dict(leaves(tree.to_dict())).keys() == set(trainable)
     batch = make_batch(cfg)
-    _, _, _, grads = accumulate(params.to_dict(), [batch], cfg, frozenset(trainable))
+    grads = accumulate(LocalWeights(params.to_dict()), [batch], cfg, frozenset(trainable)).grads
     assert grads.keys() == set(trainable)
     _, _, _, full = gradients(params, [batch], cfg)
     assert all(torch.equal(grads[path], full[path]) for path in grads)
@@ -280,7 +280,7 @@ def test_bf16_in_flight(cfg, params, make_batch):
     assert all(grad.dtype == torch.float32 for grad in low.values())
     head = "lm_head.weight"
     assert (low[head] - grads[head]).norm() < 0.1 * grads[head].norm()  # some routers choose otherwise
-    state, _ = make_train_step(cfg, OPTIMIZER, dtype=torch.bfloat16)(init_state(params.clone(), cfg), [batch])
+    state, _ = make_train_step(cfg, OPTIMIZER, Recipe(dtype=torch.bfloat16))(init_state(params.clone(), cfg), [batch])
     for tree in (state.params, state.opt_state.exp_avg, state.opt_state.exp_avg_sq):
         assert all(leaf.dtype == torch.float32 for leaf in flat(tree).values())
 
@@ -298,7 +298,7 @@ def test_head_has_its_own_dtype(cfg, params, make_batch):
     torch.testing.assert_close(low_loss, F.cross_entropy(logits, labels), rtol=1e-6, atol=1e-6)
     assert all(grad.dtype == torch.float32 for grad in low.values())
     assert_same_grads(low, grads, 2e-2)  # bf16's 2^-8, twice
-    eval_metrics = make_eval_step(cfg, head_dtype=torch.bfloat16)(params, batch)
+    eval_metrics = make_eval_step(cfg, Recipe(head_dtype=torch.bfloat16))(params, batch)
     torch.testing.assert_close(eval_metrics.loss_sum / eval_metrics.num_targets, low_loss, rtol=1e-6, atol=1e-6)
 
 
@@ -337,7 +337,7 @@ def test_eval_loss_equals_training_loss(cfg, params, make_batch):
     loss, _, num_targets, _ = gradients(params, [batch], cfg)
     assert metrics.num_targets == num_targets
     torch.testing.assert_close(metrics.loss_sum / num_targets, loss, rtol=1e-6, atol=1e-6)
-    assert make_eval_step(cfg, dtype=torch.bfloat16)(params, batch).loss_sum.dtype == torch.float32
+    assert make_eval_step(cfg, Recipe(dtype=torch.bfloat16))(params, batch).loss_sum.dtype == torch.float32
 
 
 def test_untrained_loss_is_that_of_guessing(cfg, make_batch):

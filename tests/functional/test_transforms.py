@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain import run, value_and_grad
 
 from qwen3vl_functional import model, transforms
 from qwen3vl_functional.positions import prepare
 from qwen3vl_functional.spec import leaves, split_frozen, subtree, unflatten
 from qwen3vl_functional.step import training_loss
-from qwen3vl_functional.transforms import Block, Loss, LossValue, run, value_and_grad
+from qwen3vl_functional.transforms import Block, Loss, LossValue
 
 SIZE = 3
 LEAVES = ("p.0", "p.1", "q.w", "r", "head")

@@ -10,6 +10,7 @@ import torch
 
 from qwen3vl_functional import (
     AdamW,
+    Recipe,
     TrainState,
     init_params,
     init_state,
@@ -35,9 +36,7 @@ class Qwen3VLMoeAdapter:
         self.architecture = resolve(config)
         self.frozen = tuple(config.model.freeze_modules or ())
         split_frozen(param_specs(self.architecture), self.frozen)  # a pattern that matches nothing fails here, at once
-        precision = config.train.mixed_precision
-        self.dtype = getattr(torch, precision.param_dtype) if precision.enabled else None
-        self.output_dtype = getattr(torch, precision.output_dtype) if precision.enabled and precision.output_dtype else None
+        self.recipe = step_recipe(config)
         self.state: TrainState | None = None
 
     def data_spec(self) -> DataSpec:
@@ -65,16 +64,9 @@ class Qwen3VLMoeAdapter:
         else:
             params = load_params(config.model.weights_path, cfg, device=device, expert_layout=config.model.expert_layout)
         self.state = init_state(params, cfg, frozen=self.frozen)
-        self._train_step = make_train_step(
-            cfg,
-            optimizer_settings(config.train.optimizer, total_steps),
-            frozen=self.frozen,
-            remat=config.train.gradient_checkpointing.activation_checkpoint,
-            dtype=self.dtype,
-            head_dtype=self.output_dtype,
-            loss_aggregation=config.train.optimizer.loss_aggregation,
-        )
-        self._eval_step = make_eval_step(cfg, dtype=self.dtype, head_dtype=self.output_dtype)
+        optimizer = optimizer_settings(config.train.optimizer, total_steps)
+        self._train_step = make_train_step(cfg, optimizer, self.recipe, frozen=self.frozen)
+        self._eval_step = make_eval_step(cfg, self.recipe)
         return self._describe()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepReport:
@@ -108,9 +100,27 @@ class Qwen3VLMoeAdapter:
         return (
             f"{total:,} parameters, {total - fixed:,} trained, {fixed:,} frozen\n"
             f"weights and moments at rest {at_rest / 2**20:,.0f} MiB, gradients {4 * (total - fixed) / 2**20:,.0f} MiB\n"
-            f"in flight {self.dtype or torch.float32}, router load-balance loss {balance}, "
+            f"in flight {self.recipe.dtype or torch.float32}, router load-balance loss {balance}, "
             f"vision tower {'yes' if self.architecture.vision else 'no'}"
         )
+
+
+def step_recipe(config: Config) -> Recipe:
+    """What the configuration says of the step's arithmetic and communication."""
+    train, precision = config.train, config.train.mixed_precision
+    recipe = Recipe(
+        remat=train.gradient_checkpointing.activation_checkpoint,
+        loss_aggregation=train.optimizer.loss_aggregation,
+        reshard=train.accelerator.reshard_after_forward,
+        fused=train.accelerator.comm_fusion,
+    )
+    if not precision.enabled:
+        return recipe
+    return recipe._replace(
+        dtype=getattr(torch, precision.param_dtype),
+        reduce_dtype=getattr(torch, precision.reduce_dtype),
+        head_dtype=getattr(torch, precision.output_dtype) if precision.output_dtype else None,
+    )
 
 
 def optimizer_settings(optimizer: OptimizerConfig, total_steps: int) -> AdamW:

@@ -20,6 +20,7 @@ from qwen3vl_functional import forward, moe
 from qwen3vl_functional.layers import apply_rotary, rms_norm
 from qwen3vl_functional.positions import prepare
 from qwen3vl_functional.step import accumulate
+from qwen3vl_functional.transforms import LocalWeights
 from qwen3vl_functional.vision import patch_embed
 
 NUM_DRAWS = 8
@@ -82,7 +83,8 @@ def test_logits_loss_and_gradients() -> None:
         exact_grads, their_grads = reference_grads(full, exact.loss), reference_grads(half, theirs.loss)
         tree = tree_of(full)
         logits_TV = forward(tree, batch, cfg, dtype=torch.bfloat16).logits_TV
-        loss, _, _, grads = accumulate(tree, [batch], cfg, frozenset(exact_grads), dtype=torch.bfloat16)
+        sums = accumulate(LocalWeights(tree, torch.bfloat16), [batch], cfg, frozenset(exact_grads))
+        loss, grads = sums.loss, sums.grads
         assert logits_TV.dtype == torch.bfloat16
         assert all(grad.dtype == torch.float32 for grad in grads.values())
 

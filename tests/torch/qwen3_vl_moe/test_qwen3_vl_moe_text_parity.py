@@ -22,8 +22,9 @@ from qwen3vl_functional.collectives import Groups
 from qwen3vl_functional.layers import segments
 from qwen3vl_functional.positions import TextInputs, text_rotary
 from qwen3vl_functional.spec import leaves
-from qwen3vl_functional.step import accumulate
+from qwen3vl_functional.step import Recipe, accumulate
 from qwen3vl_functional.text import attention_half, dense_mlp, mlp_half
+from qwen3vl_functional.transforms import LocalWeights
 
 # Of cos and sin: both sides take the same fp32 angle, so only the last bit may differ.
 TABLE_TOLERANCE = 1.2e-7
@@ -261,7 +262,7 @@ def test_logits(solved) -> None:
 def test_loss_and_every_gradient(solved, remat) -> None:
     cfg, tree, batch, outputs, target = solved
     assert {path for path, _ in leaves(tree)} == target.keys()
-    loss, balance, num_targets, grads = accumulate(tree, [batch], cfg, frozenset(target), remat=remat)
+    loss, balance, num_targets, grads = accumulate(LocalWeights(tree), [batch], cfg, frozenset(target), Recipe(remat=remat))
     assert num_targets == (batch["labels"] >= 0).sum()
     assert_close(loss, outputs.loss.detach(), LOSS_TOLERANCE, "loss")
     if cfg.text.output_router_logits:
@@ -283,7 +284,7 @@ def test_micro_batches_add_up() -> None:
     assert counts[0] != counts[1]
     losses = [reference_outputs(reference, batch | {"num_items_in_batch": sum(counts)}).loss for batch in batches]
     target = reference_grads(reference, torch.stack(losses).sum())
-    loss, _, num_targets, grads = accumulate(tree_of(reference), batches, cfg, frozenset(target))
+    loss, _, num_targets, grads = accumulate(LocalWeights(tree_of(reference)), batches, cfg, frozenset(target))
     assert num_targets == sum(counts)
     assert_close(loss, torch.stack(losses).sum().detach(), LOSS_TOLERANCE, "loss")
     for path, grad in target.items():

@@ -16,7 +16,7 @@ from qwen3vl_functional.layers import apply_rotary
 from qwen3vl_functional.model import model_blocks
 from qwen3vl_functional.positions import VisionInputs, interpolation_taps, merge_block_order, prepare, vision_rotary
 from qwen3vl_functional.spec import leaves
-from qwen3vl_functional.transforms import Block, Loss, LossValue, value_and_grad
+from qwen3vl_functional.transforms import Block, LocalWeights, Loss, LossValue, value_and_grad
 from qwen3vl_functional.vision import merger, patch_embed, vision_block
 
 # Of cos and sin themselves: both sides take the same fp32 angle, so only the last bit may differ.
@@ -151,8 +151,9 @@ def test_whole_tower(model, cfg, batch, remat) -> None:
     trainable = frozenset(path for path, _ in leaves(tree))
     tower = [block for block in model_blocks(cfg, inputs, remat=remat) if "vision" in block.writes]
     merge = Block(("model.visual.merger",), ("vision",), ("visual",), lambda params, x: (final_merger(params, x, cfg),))
-    grads: dict[str, torch.Tensor] = {}
-    values = value_and_grad([*tower, merge], Loss((), tuple(names), loss), tree, trainable, grads).metrics
+    weights = LocalWeights(tree)
+    values = value_and_grad([*tower, merge], Loss((), tuple(names), loss), weights, trainable).metrics
+    grads = weights.finish()
     for name in names:
         assert_close(values[name], expected[name].detach(), RUNG_TOLERANCE, name)
     target = reference_grads(visual, sum((expected[name] * cotangents[name]).sum() for name in names))
