@@ -32,6 +32,11 @@ class Platform:
         self._module.set_device(local_rank)
         return torch.device(self.device_type, local_rank)
 
+    @property
+    def backend(self) -> str:
+        """The collective library that belongs to this kind of device."""
+        return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[self.device_type]
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self._module is not None:

@@ -10,7 +10,7 @@ from .config import Qwen3VLMoeConfig, TextConfig, VisionConfig
 from .hf import load_params, read_config, save_params
 from .model import forward, param_specs
 from .optim import AdamW
-from .spec import init_params
+from .sharding import init_params
 from .step import Recipe, TrainState, init_state, make_eval_step, make_train_step
 
 __all__ = [

@@ -21,6 +21,7 @@ from tensordict import TensorDict
 
 from .config import Qwen3VLMoeConfig
 from .model import param_specs
+from .sharding import Placement
 from .spec import ParamSpec, leaves, to_tensordict
 
 CONFIG = "config.json"
@@ -114,8 +115,9 @@ def load_params(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     expert_layout: ExpertLayout | None = None,
+    placement: Placement = Placement(),
 ) -> TensorDict:
-    """Read all weights, one leaf at a time.
+    """Read all weights, one leaf at a time; a rank reads only the slices that it holds.
 
     ``expert_layout`` is needed only where a file's expert shapes fit both layouts and its config.json shows that
     transformers 5 wrote it. Raises ValueError naming every missing, unexpected or mis-shaped tensor.
@@ -126,18 +128,20 @@ def load_params(
     flat: dict[str, torch.Tensor] = {}
     for path, spec in specs.items():
         transposed = _is_transposed(files, path, spec, expert_layout)
-        leaf = read_leaf(files, path)
+        part = placement.part(path)
+        leaf = read_leaf(files, path, (part[0], part[2], part[1]) if transposed and part else part)
         # copy=True: a tensor that safetensors mapped from the file must not be updated in place.
-        flat[path] = (leaf.transpose(1, 2) if transposed else leaf).to(
+        local = (leaf.transpose(1, 2) if transposed else leaf).to(
             device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format
         )
+        flat[path] = placement.wrap(path, local)
     return to_tensordict(flat)
 
 
-def read_leaf(files: WeightFiles, path: str) -> torch.Tensor:
-    """One tensor as its file holds it."""
+def read_leaf(files: WeightFiles, path: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+    """One tensor, or the ``part`` of it, as its file holds it."""
     with safe_open(files.directory / files.file_of[path], framework="pt") as file:
-        return file.get_tensor(path)
+        return file.get_slice(path)[part] if part else file.get_tensor(path)
 
 
 def _check_names(files: WeightFiles, specs: Mapping[str, ParamSpec], cfg: Qwen3VLMoeConfig) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as AxisPlacement
 
 from .collectives import Groups
-from .spec import ParamSpec, SpecTree, leaves, matches, to_tensordict
+from .spec import ParamSpec, SpecTree, init_leaf, leaves, matches, to_tensordict
 
 AXES = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
 FSDP_AXIS = "dp_shard"
@@ -218,3 +218,19 @@ def place(specs: SpecTree, mesh: DeviceMesh | None, *, replicated: tuple[str, ..
     group = {axis: mesh.get_group(axis) if sizes[axis] > 1 else None for axis in AXES}
     axes = Axes(shard=group["dp_shard"], replicate=group["dp_replicate"])
     return Placement(mesh, layouts(specs, sizes, replicated=replicated), axes, Groups(tp=group["tp"]))
+
+
+def init_params(
+    specs: SpecTree,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    placement: Placement = Placement(),
+) -> TensorDict:
+    """Initialise a tree leaf by leaf; a rank keeps its part of each, and holds one whole leaf in passing."""
+    flat = {}
+    for path, spec in leaves(specs):
+        leaf = init_leaf(path, spec, seed=seed, dtype=dtype, device=device)
+        flat[path] = placement.wrap(path, leaf if placement.mesh is None else leaf[placement.part(path)].clone())
+    return to_tensordict(flat)

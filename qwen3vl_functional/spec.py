@@ -125,14 +125,6 @@ def init_leaf(
     return torch.empty(spec.shape).normal_(0.0, spec.std, generator=generator).to(device=device, dtype=dtype)
 
 
-def init_params(
-    specs: SpecTree, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> TensorDict:
-    """Initialise a whole tree, leaf by leaf."""
-    flat = {path: init_leaf(path, spec, seed=seed, dtype=dtype, device=device) for path, spec in leaves(specs)}
-    return to_tensordict(flat)
-
-
 def to_tensordict(flat: Mapping[str, torch.Tensor]) -> TensorDict:
     """Nest tensors under dotted paths as a TensorDict (no batch dim)."""
     return TensorDict(unflatten(flat), batch_size=[])

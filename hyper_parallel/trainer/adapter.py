@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..config import Topology
 from ..data.spec import DataSpec
 
 Batch = Mapping[str, torch.Tensor]
@@ -61,18 +61,21 @@ class ModelAdapter(Protocol):
         """Token ids and patch geometry for the data pipeline."""
         ...
 
-    def setup(self, *, total_steps: int, device: torch.device, topology: Topology) -> str:
-        """Create or load weights and optimizer state; returns a description of the model, a few lines."""
+    def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None) -> str:
+        """Create or load this rank's part of weights and optimizer state; returns a description of the model, a few lines.
+
+        ``mesh``: named axes dp_replicate, dp_shard, ep, cp, tp; None for one process.
+        """
         ...
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepReport:
-        """One optimizer step over this rank's micro-batches (CPU tensors)."""
+        """One optimizer step over this rank's micro-batches (CPU tensors); the report is of all ranks together."""
         ...
 
     def eval_step(self, batch: Batch) -> EvalReport:
-        """Evaluate one batch without changing the state."""
+        """Evaluate this rank's batch without changing the state; all ranks call it equally often."""
         ...
 
-    def export_hf(self, directory: Path) -> Path:
-        """Write the weights as a Hugging Face directory."""
+    def export_hf(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face directory; all ranks take part, one writes."""
         ...

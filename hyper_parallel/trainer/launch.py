@@ -1,17 +1,35 @@
-"""``python -m hyper_parallel.trainer.launch --config FILE [--section.key=value ...]``: run one configuration."""
+"""``python -m hyper_parallel.trainer.launch --config FILE [--section.key=value ...] [--nproc N]``: run one configuration.
+
+Starts as many processes as ``train.accelerator`` multiplies to, one a device; under torchrun it joins those that torchrun
+started (several nodes: torchrun's own flags). Logs of rank 0 go to the terminal, of every rank to ``<output_dir>/logs``.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+from ..config import AcceleratorConfig, Config, micro_batches_per_step, resolve_topology
 from ..config_loader import load_config
+
+VISIBLE_DEVICES = ("ASCEND_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+STARTED_HERE = "HYPER_PARALLEL_STARTED"  # set for processes that this launcher started and reports for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; a mistake in the input is one readable message and exit code 2."""
+    """Run; a mistake in the input is one readable message and exit code 2, a failure of the run exit code 1."""
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv)
+        arguments, nproc = _take_nproc(list(sys.argv[1:] if argv is None else argv))
+        config = load_config(arguments)
+        if "RANK" in os.environ:
+            return _run_rank(config)
+        processes = number_of_processes(config.train.accelerator, nproc)
+        if processes > 1:
+            _check(config, processes)
+            return _start(config, arguments, processes)
         from .trainer import Trainer  # torch is loaded only once the configuration stands
 
         trainer = Trainer(config)
@@ -27,6 +45,138 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def number_of_processes(accelerator: AcceleratorConfig, nproc: int | None) -> int:
+    """What the accelerator section multiplies to; ``dp_shard: -1`` takes all visible devices, or else ``--nproc``."""
+    others = accelerator.dp_replicate * accelerator.ep * accelerator.cp * accelerator.tp
+    if accelerator.dp_shard != -1:
+        processes = others * accelerator.dp_shard
+        if nproc is not None and nproc != processes:
+            resolve_topology(accelerator, nproc)  # raises, with the factors
+        return processes
+    for variable in VISIBLE_DEVICES:
+        if os.environ.get(variable):
+            devices = len([entry for entry in os.environ[variable].split(",") if entry.strip()])
+            return resolve_topology(accelerator, devices).dp_shard * others
+    if nproc is None:
+        raise ValueError(
+            "train.accelerator.dp_shard = -1 takes what is left of the devices, and none are named: set "
+            f"{' or '.join(VISIBLE_DEVICES)}, or give --nproc N"
+        )
+    return resolve_topology(accelerator, nproc).dp_shard * others
+
+
+def _take_nproc(arguments: list[str]) -> tuple[list[str], int | None]:
+    rest, nproc = [], None
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--nproc":
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value.isdigit() or int(value) < 1:
+            raise ValueError(f"--nproc {value}: a number of processes, at least 1")
+        nproc = int(value)
+    return rest, nproc
+
+
+def _check(config: Config, processes: int) -> None:
+    """Refuse here, once, what every process would refuse."""
+    from .. import models, platform
+
+    platform.detect()
+    topology = resolve_topology(config.train.accelerator, processes)
+    micro_batches_per_step(config.train, topology.data_parallel_size)
+    models.build(config)
+
+
+def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
+    """Start the processes through torch's elastic launcher and report the first failure as one message."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below says it once
+    logs = Path(config.train.checkpoint.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ[STARTED_HERE] = str(logs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="run",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
+    )
+    try:
+        elastic_launch(launch, sys.executable)("-m", "hyper_parallel.trainer.launch", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = (failure.error_file_data or {}).get("message")
+        text = message["message"] if isinstance(message, dict) else f"exit code {failure.exitcode}"
+        print(f"error: rank {rank}: {text} (logs of all ranks: {logs})", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run_rank(config: Config) -> int:
+    """One of several processes. A failure is recorded for the launcher and ends this process at once, so that no other
+    waits for it in a collective."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    from .trainer import Trainer
+
+    rank, started_here = os.environ["RANK"], os.environ.get(STARTED_HERE)
+    if started_here and rank == "0":
+        sys.stdout = _Tee(Path(started_here) / "rank_0.log")
+    try:
+        Trainer(config).train()
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException as error:
+        handler = get_error_handler()
+        handler.initialize()
+        handler.record_exception(error)  # for the launcher, which prints the first failure of all
+        if rank != "0" or not started_here:
+            print(f"error: rank {rank}: {error}", file=sys.stderr)
+            if not isinstance(error, ValueError):
+                traceback.print_exc()
+        elif not isinstance(error, ValueError):
+            with (Path(started_here) / "rank_0.log").open("a") as log:
+                traceback.print_exc(file=log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+class _Tee:
+    """Standard output that a file receives too."""
+
+    def __init__(self, path: Path) -> None:
+        self._terminal, self._file = sys.stdout, path.open("a", buffering=1)
+
+    def write(self, text: str) -> int:
+        self._file.write(text)
+        return self._terminal.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._terminal.flush()
+
+    def isatty(self) -> bool:
+        return self._terminal.isatty()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +9,15 @@ from pathlib import Path
 import torch
 
 from .. import models, platform
-from ..config import Config, micro_batches_per_step, resolve_topology
+from ..config import Config, micro_batches_per_step
 from ..data.loader import build_eval_loader, build_loader
 from .adapter import Batch, EvalReport
 from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, Progress, StepRecord, TensorBoard
+from .distributed import join
 
 
 class Trainer:
-    """One run of a configuration. Everything that can be refused is refused in the constructor."""
+    """One run of a configuration, on this process. Everything that can be refused is refused in the constructor."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -29,10 +29,11 @@ class Trainer:
         self.platform.seed(train.seed)
         if train.debug.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.topology = resolve_topology(train.accelerator, int(os.environ.get("WORLD_SIZE", "1")))
-        self.micro_batches = micro_batches_per_step(train, self.topology.data_parallel_size)
-        self.output_dir = Path(train.checkpoint.output_dir)
         self.model = models.build(config)
+        self.ranks = join(train, self.platform)
+        readers = self.ranks.topology.data_parallel_size
+        self.micro_batches = micro_batches_per_step(train, readers)
+        self.output_dir = Path(train.checkpoint.output_dir)
 
         spec = self.model.data_spec()
         processor_path = data.processor_path or config.model.tokenizer_path or config.model.weights_path
@@ -40,8 +41,8 @@ class Trainer:
             data,
             spec,
             processor_path=processor_path,
-            rank=0,
-            world_size=self.topology.data_parallel_size,
+            rank=self.ranks.data_rank,
+            world_size=readers,
             micro_batch_size=train.micro_batch_size,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
@@ -53,11 +54,16 @@ class Trainer:
         self.eval_loader = None
         if data.eval_path is not None:
             self.eval_loader = build_eval_loader(
-                data, spec, processor_path=processor_path, rank=0, world_size=1, micro_batch_size=train.micro_batch_size
+                data,
+                spec,
+                processor_path=processor_path,
+                rank=self.ranks.data_rank,
+                world_size=readers,
+                micro_batch_size=train.micro_batch_size,
             )
         self.callbacks = self._callbacks()
-        device = self.platform.device(train.local_rank or 0)
-        print(self.model.setup(total_steps=self.total_steps, device=device, topology=self.topology), flush=True)
+        description = self.model.setup(total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh)
+        self._say(description)
 
     def train(self) -> None:
         """Run to the last step."""
@@ -72,8 +78,8 @@ class Trainer:
                 report = self.model.train_step(micro_batches)
                 self.platform.synchronize()
                 elapsed = time.perf_counter() - begin
-                step_tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-                tokens += step_tokens
+                (step_tokens,) = self.ranks.total(sum(int(batch["attention_mask"].sum()) for batch in micro_batches))
+                tokens += int(step_tokens)
                 record = StepRecord(
                     step=step,
                     epoch=sampler.position_at(step - 1).epoch,
@@ -82,7 +88,7 @@ class Trainer:
                     lr=report.lr,
                     step_time=elapsed,
                     tokens_per_second=step_tokens / elapsed,
-                    peak_memory=self.platform.peak_memory(),
+                    peak_memory=int(self.ranks.largest(self.platform.peak_memory())),
                     num_targets=report.num_targets,
                     consumed_samples=sampler.samples_before(step),
                     consumed_tokens=tokens,
@@ -96,32 +102,38 @@ class Trainer:
                     self._save(step)
         finally:
             self._tell("on_train_end")
+        self.ranks.leave()
 
     def evaluate(self) -> EvalReport:
-        """One pass over ``data.eval_path``."""
+        """One pass over ``data.eval_path``, all ranks together."""
         assert self.eval_loader is not None
-        return sum((self.model.eval_step(batch) for batch in self.eval_loader), EvalReport())
+        mine = sum((self.model.eval_step(batch) for batch in self.eval_loader), EvalReport())
+        loss_sum, *counts = self.ranks.total(mine.loss_sum, mine.num_targets, mine.num_answers, mine.num_correct)
+        return EvalReport(loss_sum, *(int(count) for count in counts))
 
     def _next(self, batches: Iterator[Batch]) -> list[Batch]:
         return [next(batches) for _ in range(self.micro_batches)]
 
     def _save(self, step: int) -> None:
         if self.config.train.checkpoint.save_hf_weights:
-            path = self.model.export_hf(self.output_dir / f"step_{step}" / "hf_ckpt")
-            print(f"weights after step {step}: {path}", flush=True)
+            path = self.output_dir / f"step_{step}" / "hf_ckpt"
+            self.model.export_hf(path)
+            self._say(f"weights after step {step}: {path}")
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
         logging = self.config.train.logging
         if logging.model_flops_per_token is None or logging.peak_tflops is None:
             return {}
-        world = self.topology.data_parallel_size * self.topology.tp * self.topology.cp
-        return {"mfu": logging.model_flops_per_token * tokens_per_second / (logging.peak_tflops * 1e12 * world)}
+        peak = logging.peak_tflops * 1e12 * self.ranks.world_size
+        return {"mfu": logging.model_flops_per_token * tokens_per_second / peak}
 
     def _callbacks(self) -> list[Callback]:
         train = self.config.train
-        callbacks: list[Callback] = [MetricsFile(self.output_dir), Progress(train.logging)]
-        if train.tensorboard.enabled:
-            callbacks.append(TensorBoard(train.tensorboard))
+        callbacks: list[Callback] = []
+        if self.ranks.is_main:
+            callbacks += [MetricsFile(self.output_dir), Progress(train.logging)]
+            if train.tensorboard.enabled:
+                callbacks.append(TensorBoard(train.tensorboard))
         if train.debug.gc_steps:
             callbacks.append(GarbageCollection(train.debug.gc_steps))
         if train.debug.check_nan_inf:
@@ -131,3 +143,7 @@ class Trainer:
     def _tell(self, event: str, *arguments: object) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
+
+    def _say(self, message: str) -> None:
+        if self.ranks.is_main:
+            print(message, flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from qwen3vl_functional import (
     AdamW,
@@ -20,9 +22,10 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
+from qwen3vl_functional.sharding import local_view, place, unshard
 from qwen3vl_functional.spec import count, leaves, split_frozen
 
-from ...config import Config, OptimizerConfig, Topology
+from ...config import Config, OptimizerConfig
 from ...data.spec import DataSpec
 from ...trainer.adapter import Batch, EvalReport, StepReport
 from .architecture import resolve
@@ -55,18 +58,19 @@ class Qwen3VLMoeAdapter:
             spatial_merge_size=vision.spatial_merge_size if vision else 1,
         )
 
-    def setup(self, *, total_steps: int, device: torch.device, topology: Topology) -> str:
+    def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None) -> str:
         config, cfg = self.config, self.architecture
-        _check_vision_parallel(config, topology)
-        self.device = device
+        replicated = _replicated(config, 1 if mesh is None else mesh["dp_replicate"].size() * mesh["dp_shard"].size())
+        self.device, self.placement = device, place(param_specs(cfg), mesh, replicated=replicated)
         if config.model.weights_path is None:
-            params = init_params(param_specs(cfg), seed=config.train.seed, device=device)
+            params = init_params(param_specs(cfg), seed=config.train.seed, device=device, placement=self.placement)
         else:
-            params = load_params(config.model.weights_path, cfg, device=device, expert_layout=config.model.expert_layout)
+            layout = config.model.expert_layout
+            params = load_params(config.model.weights_path, cfg, device=device, expert_layout=layout, placement=self.placement)
         self.state = init_state(params, cfg, frozen=self.frozen)
         optimizer = optimizer_settings(config.train.optimizer, total_steps)
-        self._train_step = make_train_step(cfg, optimizer, self.recipe, frozen=self.frozen)
-        self._eval_step = make_eval_step(cfg, self.recipe)
+        self._train_step = make_train_step(cfg, optimizer, self.recipe, frozen=self.frozen, placement=self.placement)
+        self._eval_step = make_eval_step(cfg, self.recipe, placement=self.placement)
         return self._describe()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepReport:
@@ -80,11 +84,14 @@ class Qwen3VLMoeAdapter:
         metrics = self._eval_step(self.state.params, self._to_device(batch))
         return EvalReport(float(metrics.loss_sum), metrics.num_targets, metrics.num_answers, metrics.num_correct)
 
-    def export_hf(self, directory: Path) -> Path:
+    def export_hf(self, directory: Path) -> None:
         assert self.state is not None
         model, data = self.config.model, self.config.data
+        params = unshard(self.state.params)
+        if self.placement.mesh is not None and dist.get_rank() != 0:
+            return
         companions = [path for path in (model.tokenizer_path, data.processor_path) if path is not None]
-        return save_params(self.state.params, self.architecture, directory, source=model.weights_path, companions=companions)
+        save_params(params, self.architecture, directory, source=model.weights_path, companions=companions)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -97,9 +104,12 @@ class Qwen3VLMoeAdapter:
         text = self.architecture.text
         balance = f"on, coefficient {text.router_aux_loss_coef}" if text.output_router_logits else "off"
         at_rest = 4 * total + 8 * (total - fixed)
+        assert self.state is not None
+        trees = (self.state.params, self.state.opt_state.exp_avg, self.state.opt_state.exp_avg_sq)
+        mine = sum(4 * local_view(leaf).numel() for tree in trees for _, leaf in leaves(tree.to_dict()))
         return (
             f"{total:,} parameters, {total - fixed:,} trained, {fixed:,} frozen\n"
-            f"weights and moments at rest {at_rest / 2**20:,.0f} MiB, gradients {4 * (total - fixed) / 2**20:,.0f} MiB\n"
+            f"weights and moments at rest {at_rest / 2**20:,.0f} MiB, on this rank {mine / 2**20:,.0f} MiB\n"
             f"in flight {self.recipe.dtype or torch.float32}, router load-balance loss {balance}, "
             f"vision tower {'yes' if self.architecture.vision else 'no'}"
         )
@@ -139,10 +149,12 @@ def optimizer_settings(optimizer: OptimizerConfig, total_steps: int) -> AdamW:
     )
 
 
-def _check_vision_parallel(config: Config, topology: Topology) -> None:
-    parallel = config.model.vision_parallel
-    if parallel is not None and parallel.dp_shard not in (0, 1, topology.data_parallel_size):
+def _replicated(config: Config, data_parallel_size: int) -> tuple[str, ...]:
+    """Subtrees that FSDP leaves whole; ValueError for a ``vision_parallel.dp_shard`` that is none of its three choices."""
+    shards = config.model.vision_parallel.dp_shard if config.model.vision_parallel else 0
+    if shards not in (0, 1, data_parallel_size):
         raise ValueError(
-            f"model.vision_parallel.dp_shard = {parallel.dp_shard}: 0 (as the text), 1 (replicated tower) or the "
-            f"data-parallel size {topology.data_parallel_size}"
+            f"model.vision_parallel.dp_shard = {shards}: 0 (as the text), 1 (replicated tower) or the "
+            f"data-parallel size {data_parallel_size}"
         )
+    return ("model.visual",) if shards == 1 and data_parallel_size > 1 else ()
