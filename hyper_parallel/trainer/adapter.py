@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config import Topology
 from ..data.spec import DataSpec
 
 Batch = Mapping[str, torch.Tensor]
@@ -59,6 +60,10 @@ class ModelAdapter(Protocol):
 
     def data_spec(self) -> DataSpec:
         """Token ids and patch geometry for the data pipeline."""
+        ...
+
+    def check_topology(self, topology: Topology) -> None:
+        """Raise ValueError, with the numbers, if the model cannot be divided so; needs no process."""
         ...
 
     def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None) -> str:

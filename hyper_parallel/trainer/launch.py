@@ -89,7 +89,7 @@ def _check(config: Config, processes: int) -> None:
     platform.detect()
     topology = resolve_topology(config.train.accelerator, processes)
     micro_batches_per_step(config.train, topology.data_parallel_size)
-    models.build(config)
+    models.build(config).check_topology(topology)
 
 
 def _start(config: Config, arguments: Sequence[str], processes: int) -> int:

@@ -31,6 +31,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.model = models.build(config)
         self.ranks = join(train, self.platform)
+        self.model.check_topology(self.ranks.topology)
         readers = self.ranks.topology.data_parallel_size
         self.micro_batches = micro_batches_per_step(train, readers)
         self.output_dir = Path(train.checkpoint.output_dir)

@@ -246,7 +246,7 @@ def test_launch_prints_progress_and_succeeds(raw, tmp_path):
         (("--model.name=nothing",), "models here: qwen3_vl_moe"),
         (("--model.weights_path=/no/such/dir",), "/no/such/dir/config.json does not exist"),
         (("--model.freeze_modules=[model.vision]",), "'model.vision' matches no parameter"),
-        (("--train.accelerator.dp_shard=2",), "world size 1 is not"),
+        (("--train.accelerator.dp_shard=2", "--nproc=1"), "world size 1 is not"),
         (("--train.global_batch_size=3", "--train.micro_batch_size=2"), "not a multiple"),
         (("--data.type=json_file",), "needs data.train_path"),
         (

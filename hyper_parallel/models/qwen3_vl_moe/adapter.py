@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,10 +23,10 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
-from qwen3vl_functional.sharding import local_view, place, unshard
+from qwen3vl_functional.sharding import layouts, local_view, place, unshard
 from qwen3vl_functional.spec import count, leaves, split_frozen
 
-from ...config import Config, OptimizerConfig
+from ...config import Config, OptimizerConfig, Topology
 from ...data.spec import DataSpec
 from ...trainer.adapter import Batch, EvalReport, StepReport
 from .architecture import resolve
@@ -57,6 +58,10 @@ class Qwen3VLMoeAdapter:
             temporal_patch_size=vision.temporal_patch_size if vision else 0,
             spatial_merge_size=vision.spatial_merge_size if vision else 1,
         )
+
+    def check_topology(self, topology: Topology) -> None:
+        layouts(param_specs(self.architecture), asdict(topology))
+        _replicated(self.config, topology.data_parallel_size)
 
     def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None) -> str:
         config, cfg = self.config, self.architecture
