@@ -13,12 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .collectives import gather_single, scatter_single
 from .sharding import Axes, Layout, chunk_range
 from .transforms import Values, within
-
-# torch 2.13 renamed both.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Done:
@@ -164,7 +161,7 @@ class GatheredWeights:
         for group in self._groups([path for path in paths if self._is_cut(path)]):
             own = torch.cat([_padded(self._cast(self.shards[path], dtype), self._piece(path)).flatten() for path in group])
             flat = own.new_empty(self.world, own.numel())
-            work = _all_gather(flat.view(-1), own, group=self.axes.shard, async_op=True)
+            work = gather_single(flat.view(-1), own, group=self.axes.shard, async_op=True)
             self.bytes_sent += own.numel() * own.element_size() * (self.world - 1)
             assert work is not None
             gathers.append(_Gather(group, flat, work))
@@ -202,7 +199,7 @@ class GatheredWeights:
                 target.narrow(dim, 0, high - low).copy_(grads[path].narrow(dim, low, high - low))
             offset = end
         flat = source.new_empty(total)
-        work = _reduce_scatter(flat, source.view(-1), group=self.axes.shard, async_op=True)
+        work = scatter_single(flat, source.view(-1), group=self.axes.shard, async_op=True)
         self.bytes_sent += flat.numel() * flat.element_size() * (self.world - 1)
         assert work is not None
         return _Reduction(paths, flat, work, source, replicated=False)

@@ -11,7 +11,15 @@ import torch.multiprocessing as mp
 from plain import value_and_grad
 
 from qwen3vl_functional import Qwen3VLMoeConfig
-from qwen3vl_functional.collectives import Groups, all_reduce, axis_rank, replicated_to_varying
+from qwen3vl_functional.collectives import (
+    Groups,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_rank,
+    reduce_scatter,
+    replicated_to_varying,
+)
 from qwen3vl_functional.layers import segments
 from qwen3vl_functional.moe import moe, moe_specs
 from qwen3vl_functional.positions import TextInputs, text_rotary
@@ -25,6 +33,7 @@ TINY = Path(__file__).parents[1] / "torch" / "qwen3_vl_moe" / "tiny_config.json"
 CUT = {"q_heads", "kv_heads", "experts", "mlp"}  # the dims that the tp axis takes
 LENGTHS = (4, 1, 6)
 TOKENS = sum(LENGTHS)
+SENT = ((1, 3), (4, 0))  # rows that each rank sends to each
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -80,11 +89,17 @@ def block_results(group: dist.ProcessGroup | None, world: int) -> dict[str, dict
 
 def collective_results(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """Values and gradients of each collective, with tensors that differ by rank."""
-    x, cotangent = tensor("x", (3, 2)) + dist.get_rank(group), tensor("c", (3, 2)) * (1 + dist.get_rank(group))
-    out, results = None, {}
-    for name, fn in (("replicated_to_varying", replicated_to_varying), ("all_reduce", all_reduce)):
+    rank = dist.get_rank(group)
+    x, results = tensor("x", (4, 2)) + rank, {}
+    sent, received = SENT[rank], [SENT[other][rank] for other in range(RANKS)]
+
+    def exchange(x, group):
+        return all_to_all(x, group, sent=sent, received=received)
+
+    for fn in (replicated_to_varying, all_reduce, all_gather, reduce_scatter, exchange):
         out, pullback = torch.func.vjp(lambda x, fn=fn: fn(x, group), x)
-        results[name], results[f"{name}.grad"] = out, pullback(cotangent)[0]
+        cotangent = tensor("c", tuple(out.shape)) * (1 + rank)
+        results[fn.__name__], results[f"{fn.__name__}.grad"] = out, pullback(cotangent)[0]
     results["x"] = x  # the collectives work on copies
     return results
 
@@ -145,21 +160,41 @@ def ranks(tmp_path_factory):
 
 def test_without_a_group_nothing_happens():
     x = torch.ones(2)
-    assert replicated_to_varying(x, None) is x and all_reduce(x, None) is x and axis_rank(None) == 0
+    assert all(fn(x, None) is x for fn in (replicated_to_varying, all_reduce, all_gather, reduce_scatter))
+    assert all_to_all(x, None, sent=[2], received=[2]) is x and axis_rank(None) == 0
 
 
 def test_backward_of_collectives(ranks):
-    """Replicated to varying: the identity, gradients added up. All-reduce: values added up, gradients as they are."""
-    x = [tensor("x", (3, 2)) + rank for rank in range(RANKS)]
-    cotangents = [tensor("c", (3, 2)) * (1 + rank) for rank in range(RANKS)]
+    """Each backward is the transpose of its forward, taken over all ranks together."""
+    x = [tensor("x", (4, 2)) + rank for rank in range(RANKS)]
     for rank, results in enumerate(ranks):
         ours = results["collectives"]
-        assert results["rank"] == rank
+        assert results["rank"] == rank and torch.equal(ours["x"], x[rank])
+
+        def cotangents(rows):
+            return [tensor("c", (rows, 2)) * (1 + other) for other in range(RANKS)]
+
+        half = slice(2 * rank, 2 * rank + 2)
         torch.testing.assert_close(ours["replicated_to_varying"], x[rank])
-        torch.testing.assert_close(ours["replicated_to_varying.grad"], sum(cotangents))
+        torch.testing.assert_close(ours["replicated_to_varying.grad"], sum(cotangents(4)))
         torch.testing.assert_close(ours["all_reduce"], sum(x))
-        torch.testing.assert_close(ours["all_reduce.grad"], cotangents[rank])
-        assert torch.equal(ours["x"], x[rank])
+        torch.testing.assert_close(ours["all_reduce.grad"], cotangents(4)[rank])
+        torch.testing.assert_close(ours["all_gather"], torch.cat(x))
+        torch.testing.assert_close(ours["all_gather.grad"], sum(cotangents(8))[4 * rank : 4 * rank + 4])
+        torch.testing.assert_close(ours["reduce_scatter"], sum(x)[half])
+        torch.testing.assert_close(ours["reduce_scatter.grad"], torch.cat(cotangents(2)))
+
+
+def test_all_to_all_goes_there_and_back(ranks):
+    x = [tensor("x", (4, 2)) + rank for rank in range(RANKS)]
+    pieces = [rows.split(sent) for rows, sent in zip(x, SENT, strict=True)]
+    there = [torch.cat([pieces[sender][rank] for sender in range(RANKS)]) for rank in range(RANKS)]
+    cotangents = [tensor("c", tuple(rows.shape)) * (1 + rank) for rank, rows in enumerate(there)]
+    arrived = [c.split([SENT[sender][rank] for sender in range(RANKS)]) for rank, c in enumerate(cotangents)]
+    for rank, results in enumerate(ranks):
+        torch.testing.assert_close(results["collectives"]["exchange"], there[rank])
+        back = torch.cat([arrived[receiver][rank] for receiver in range(RANKS)])
+        torch.testing.assert_close(results["collectives"]["exchange.grad"], back)
 
 
 def joined(parts: list[torch.Tensor], dims: tuple[str, ...]) -> torch.Tensor:

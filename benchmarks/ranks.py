@@ -1,0 +1,251 @@
+"""Ranks beside each other: 1 rank with 2 threads, 2 ranks with 1 thread each, ours and torch's fully_shard on transformers.
+
+    python benchmarks/ranks.py [--size small] [--rounds 5]
+
+Same weights, same global batch, one run: the contenders take turns, each in processes of its own that stay alive between
+turns. Tokens per second and step time are medians; memory is the peak of the largest rank; bytes are what one rank sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import CASES, LEARNING_RATE, MAX_GRAD_NORM, Case, make_batch, make_params, transformers_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from hyper_parallel.platform import Platform
+from qwen3vl_functional import AdamW, Recipe, init_state, make_train_step, param_specs
+from qwen3vl_functional.sharding import AXES, place, shard
+
+WARMUP_ROUNDS = 1
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who steps, on how many ranks with how many threads each."""
+
+    name: str
+    ranks: int
+    threads: int
+    axis: str = ""  # the mesh axis of size ``ranks``
+    remat: bool = False
+
+
+CONTENDERS = (
+    Contender("ours, 1 rank x 2 threads", 1, 2),
+    Contender("ours, FSDP 2", 2, 1, "dp_shard"),
+    Contender("ours, FSDP 2, remat", 2, 1, "dp_shard", remat=True),
+    Contender("ours, TP 2", 2, 1, "tp"),
+    Contender("fully_shard + transformers, 2", 2, 1, "fully_shard"),
+    Contender("fully_shard + transformers, 2, remat", 2, 1, "fully_shard", remat=True),
+)
+PEER = {"ours, FSDP 2": "fully_shard + transformers, 2", "ours, FSDP 2, remat": "fully_shard + transformers, 2, remat"}
+
+
+def samples(batch: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """The rank's part of a batch whose samples are all alike in size."""
+    per_rank = len(batch["input_ids"]) // ranks
+    patches = len(batch["pixel_values"]) // ranks
+    part = {name: tensor[rank * per_rank : (rank + 1) * per_rank] for name, tensor in batch.items() if name != "pixel_values"}
+    return {**part, "pixel_values": batch["pixel_values"][rank * patches : (rank + 1) * patches]}
+
+
+def ours(case: Case, contender: Contender, rank: int) -> Callable[[], float]:
+    sizes = [contender.ranks if axis == contender.axis else 1 for axis in AXES]
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=AXES) if contender.ranks > 1 else None
+    placement = place(param_specs(case.config), mesh)
+    params = make_params(case)
+    state = init_state(params if mesh is None else shard(params, mesh, placement.layouts), case.config)
+    del params
+    optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
+    recipe = Recipe(remat="full" if contender.remat else "off")
+    train_step = make_train_step(case.config, optimizer, recipe, placement=placement)
+    batch = make_batch(case)
+    if contender.axis == "dp_shard":
+        batch = samples(batch, rank, contender.ranks)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = train_step(state, [batch])
+        return float(metrics.loss)
+
+    return step
+
+
+def fully_sharded(case: Case, contender: Contender, rank: int) -> Callable[[], float]:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = transformers_model(case, make_params(case), attention="sdpa")
+    if contender.remat:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inner = model.model
+    for block in (*inner.visual.blocks, *inner.visual.deepstack_merger_list, *inner.language_model.layers):
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    batch = samples(make_batch(case), rank, contender.ranks)
+
+    def step() -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        return float(mean) / contender.ranks
+
+    return step
+
+
+def bytes_on_the_wire(step: Callable[[], float]) -> int:
+    """Bytes that this rank's collectives hand to others in one step, counted where they are called."""
+    sent = 0
+
+    def counted(function: Callable[..., Any], weight: Callable[[int], float]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal sent
+            tensors = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
+            group = options.get("group")
+            ranks = dist.get_world_size(group)
+            largest = max(tensors, key=lambda tensor: tensor.numel())
+            sent += int(largest.numel() * largest.element_size() * weight(ranks))
+            return function(*arguments, **options)
+
+        return call
+
+    import qwen3vl_functional.gathered as gathered
+
+    def part(ranks: int) -> float:
+        return (ranks - 1) / ranks
+
+    def both_ways(ranks: int) -> float:
+        return 2 * (ranks - 1) / ranks
+
+    saved = {(module, name): getattr(module, name) for module, name, _ in _COLLECTIVES}
+    weights = {"part": part, "both_ways": both_ways}
+    for module, name, kind in _COLLECTIVES:
+        setattr(module, name, counted(saved[module, name], weights[kind]))
+    own = gathered.gather_single, gathered.scatter_single
+    gathered.gather_single, gathered.scatter_single = (counted(function, part) for function in own)
+    try:
+        step()
+    finally:
+        for (module, name), function in saved.items():
+            setattr(module, name, function)
+        gathered.gather_single, gathered.scatter_single = own
+    return sent
+
+
+_COLLECTIVES = (
+    (dist, "all_reduce", "both_ways"),
+    (dist, "all_gather_into_tensor", "part"),
+    (dist, "reduce_scatter_tensor", "part"),
+    *((dist, name, "part") for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),
+)
+
+
+def serve(case: Case, contender: Contender, rank: int, port: int, pipe: Connection) -> None:
+    """One rank: build, then step when told, until told to stop."""
+    torch.set_num_threads(contender.threads)
+    if contender.ranks > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(contender.ranks))
+        dist.init_process_group("gloo")
+    build = fully_sharded if contender.axis == "fully_shard" else ours
+    step = build(case, contender, rank)
+    pipe.send(step())
+    while pipe.recv() == "step":
+        begin = time.perf_counter()
+        step()
+        pipe.send(time.perf_counter() - begin)
+    peak = Platform("cpu").peak_memory()
+    pipe.send((peak, bytes_on_the_wire(step) if contender.ranks > 1 else 0))
+    if contender.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Team:
+    """The processes of one contender."""
+
+    def __init__(self, case: Case, contender: Contender) -> None:
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(contender.ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(case, contender, rank, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self.first_loss = self._receive()[0]
+
+    def step(self) -> float:
+        """Seconds of one step, of the slowest rank."""
+        for pipe in self.pipes:
+            pipe.send("step")
+        return max(self._receive())
+
+    def finish(self) -> tuple[int, int]:
+        """Peak bytes of the largest rank, and bytes that rank 0 sends in a step."""
+        for pipe in self.pipes:
+            pipe.send("stop")
+        reports = self._receive()
+        for process in self.processes:
+            process.join()
+        return max(peak for peak, _ in reports), reports[0][1]
+
+    def _receive(self) -> list[Any]:
+        return [pipe.recv() for pipe in self.pipes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=CASES, default="small")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    case = CASES[args.size]
+    case = case._replace(samples=max(2, case.samples))  # one for each rank
+    teams = {contender.name: Team(case, contender) for contender in CONTENDERS}
+    seconds: dict[str, list[float]] = {name: [] for name in teams}
+    for turn in range(WARMUP_ROUNDS + args.rounds):
+        for name, team in teams.items():
+            took = team.step()
+            if turn >= WARMUP_ROUNDS:
+                seconds[name].append(took)
+    finished = {name: team.finish() for name, team in teams.items()}
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    tokens = case.samples * case.tokens
+    print(f"{case.name}, fp32, global batch of {tokens} tokens")
+    print(f"| {'contender':38} | ms/step | tokens/s | peak MiB a rank | MiB sent a step | first loss |")
+    print(f"|{'-' * 40}|---------|----------|-----------------|-----------------|------------|")
+    for name, team in teams.items():
+        peak, sent = finished[name]
+        row = f"{1e3 * median[name]:7.0f} | {tokens / median[name]:8.0f} | {peak / 2**20:15,.0f} | {sent / 2**20:15,.0f}"
+        print(f"| {name:38} | {row} | {team.first_loss:10.6f} |")
+    alone = "ours, 1 rank x 2 threads"
+    for name, peer in PEER.items():
+        speed, memory = median[alone] / median[name], finished[name][0] / finished[alone][0]
+        print(f"{name} / 1 rank: tokens/s {speed:.3f}, memory {memory:.3f}")
+        time_ratio, memory = median[name] / median[peer], finished[name][0] / finished[peer][0]
+        print(f"{name} / {peer}: step time {time_ratio:.3f}, memory {memory:.3f}")
+
+
+if __name__ == "__main__":
+    main()
