@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 
 from .config import Qwen3VLMoeConfig
 from .model import param_specs
@@ -198,8 +200,11 @@ def save_params(
     companions: Sequence[str | Path] = (),
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    write: bool = True,
 ) -> Path:
     """Write a Hugging Face directory that transformers loads; it appears whole or not at all.
+
+    Placed leaves are made whole one by one: all ranks call this, and one of them with ``write``.
 
     ``source``: the directory the weights came from. Its dtypes, its division into shards and its config.json are kept,
     so an untouched model comes back bit-equal; a tower that a text-only run left out comes back too. Otherwise tensors
@@ -217,47 +222,59 @@ def save_params(
     for origin in (source, *companions):
         if origin is not None and not Path(origin).is_dir():
             raise ValueError(f"{origin} is not a directory; its tokenizer and processor files cannot be copied")
-    flat = dict(leaves(params.to_dict()))
+    flat: dict[str, torch.Tensor | None] = dict(leaves(params.to_dict()))
     files = scan_weights(source) if source and _has_weights(source) else None
+    dtypes = {path: dtype or leaf.dtype for path, leaf in leaves(params.to_dict())}
+    sizes = {path: leaf.numel() for path, leaf in leaves(params.to_dict())}
     if files is not None:
-        flat = {path: leaf.to(files.dtype_of.get(path, leaf.dtype)) for path, leaf in flat.items()}
         if cfg.vision is None:  # trained as text only: the tower goes back as it came
-            flat |= {path: read_leaf(files, path) for path in files.file_of if path.startswith("model.visual.")}
+            tower = [path for path in files.file_of if path.startswith("model.visual.")]
+            flat |= dict.fromkeys(tower)
+            sizes |= {path: math.prod(files.shape_of[path]) for path in tower}
             cfg = dataclasses.replace(cfg, vision=read_config(files.directory).vision)
-    elif dtype is not None:
-        flat = {path: leaf.to(dtype) for path, leaf in flat.items()}
-    if files is not None and files.file_of.keys() == flat.keys():
-        file_of = files.file_of
-    else:
-        file_of = _plan_shards(flat, max_shard_bytes)
+        dtypes |= {path: files.dtype_of[path] for path in flat if path in files.dtype_of}
+    sizes = {path: size * dtypes[path].itemsize for path, size in sizes.items()}
+    same_tensors = files is not None and files.file_of.keys() == flat.keys()
+    file_of = files.file_of if files is not None and same_tensors else _plan_shards(sizes, max_shard_bytes)
 
     partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for origin in [*([source] if source else []), *companions]:
-        _copy_companions(Path(origin), partial)
-    _write_config(cfg, partial / CONFIG, source, next(iter(flat.values())).dtype)
+    if write:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     for name in sorted(set(file_of.values())):
-        shard = {path: leaf.detach().cpu().contiguous() for path, leaf in flat.items() if file_of[path] == name}
-        save_file(shard, partial / name, metadata={"format": "pt"})
-    if set(file_of.values()) != {SINGLE}:
-        total = sum(leaf.numel() * leaf.element_size() for leaf in flat.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    _replace_directory(partial, directory)
+        shard: dict[str, torch.Tensor] = {}
+        for path, leaf in flat.items():
+            if file_of[path] != name:
+                continue
+            if leaf is None:
+                assert files is not None
+                leaf = read_leaf(files, path)
+            # Every rank takes part in making a leaf whole; only the writer keeps it.
+            leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            if write:
+                shard[path] = leaf.detach().to(device="cpu", dtype=dtypes[path]).contiguous()
+        if write:
+            save_file(shard, partial / name, metadata={"format": "pt"})
+    if write:
+        for origin in [*([source] if source else []), *companions]:
+            _copy_companions(Path(origin), partial)
+        _write_config(cfg, partial / CONFIG, source, next(iter(dtypes.values())))
+        if set(file_of.values()) != {SINGLE}:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
+            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        _replace_directory(partial, directory)
     return directory
 
 
-def _plan_shards(flat: Mapping[str, torch.Tensor], max_shard_bytes: int) -> dict[str, str]:
+def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:
     """Fill shards in the tree's order; one that fits is the single file."""
     shard_of, shard, filled = {}, 1, 0
-    for path, leaf in flat.items():
-        size = leaf.numel() * leaf.element_size()
+    for path, size in sizes.items():
         if filled and filled + size > max_shard_bytes:
             shard, filled = shard + 1, 0
         shard_of[path], filled = shard, filled + size
     if shard == 1:
-        return dict.fromkeys(flat, SINGLE)
+        return dict.fromkeys(sizes, SINGLE)
     return {path: f"model-{number:05d}-of-{shard:05d}.safetensors" for path, number in shard_of.items()}
 
 

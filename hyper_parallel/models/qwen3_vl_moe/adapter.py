@@ -23,7 +23,7 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
-from qwen3vl_functional.sharding import layouts, local_view, place, unshard
+from qwen3vl_functional.sharding import layouts, local_view, place
 from qwen3vl_functional.spec import count, leaves, split_frozen
 
 from ...config import Config, OptimizerConfig, Topology
@@ -92,11 +92,14 @@ class Qwen3VLMoeAdapter:
     def export_hf(self, directory: Path) -> None:
         assert self.state is not None
         model, data = self.config.model, self.config.data
-        params = unshard(self.state.params)
-        if self.placement.mesh is not None and dist.get_rank() != 0:
-            return
-        companions = [path for path in (model.tokenizer_path, data.processor_path) if path is not None]
-        save_params(params, self.architecture, directory, source=model.weights_path, companions=companions)
+        save_params(
+            self.state.params,
+            self.architecture,
+            directory,
+            source=model.weights_path,
+            companions=[path for path in (model.tokenizer_path, data.processor_path) if path is not None],
+            write=self.placement.mesh is None or dist.get_rank() == 0,
+        )
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
