@@ -31,6 +31,7 @@ class _Gather(NamedTuple):
     paths: list[str]
     flat: torch.Tensor
     work: dist.Work
+    source: torch.Tensor  # kept alive until the work is done
 
 
 class _Reduction(NamedTuple):
@@ -65,7 +66,6 @@ class GatheredWeights:
         self.dtype, self.reduce_dtype, self.reshard, self.fused = dtype, reduce_dtype, reshard, fused
         self.world = 1 if axes.shard is None else dist.get_world_size(axes.shard)
         self.rank = 0 if axes.shard is None else dist.get_rank(axes.shard)
-        self.bytes_sent = 0
         self._ahead: dict[tuple[str, ...], list[_Gather]] = {}
         self._kept: dict[tuple[str, ...], Values] = {}
         self._reductions: list[_Reduction] = []
@@ -162,9 +162,8 @@ class GatheredWeights:
             own = torch.cat([_padded(self._cast(self.shards[path], dtype), self._piece(path)).flatten() for path in group])
             flat = own.new_empty(self.world, own.numel())
             work = gather_single(flat.view(-1), own, group=self.axes.shard, async_op=True)
-            self.bytes_sent += own.numel() * own.element_size() * (self.world - 1)
             assert work is not None
-            gathers.append(_Gather(group, flat, work))
+            gathers.append(_Gather(group, flat, work, own))
         return gathers
 
     def _unpack(self, gather: _Gather, into: Values | None = None) -> Values:
@@ -187,7 +186,10 @@ class GatheredWeights:
 
     def _reduce_scatter(self, paths: list[str], grads: Values) -> _Reduction:
         total = sum(math.prod(self._piece(path)) for path in paths)
-        source = torch.zeros(self.world, total, dtype=self.reduce_dtype, device=grads[paths[0]].device)
+        # Padding is reduced too and never read; zeros only keep it finite.
+        even = all(self._full_size(path) % self.world == 0 for path in paths)
+        new = torch.empty if even else torch.zeros
+        source = new(self.world, total, dtype=self.reduce_dtype, device=grads[paths[0]].device)
         offset = 0
         for path in paths:
             piece, dim = self._piece(path), self.layouts[path].fsdp_dim
@@ -200,14 +202,12 @@ class GatheredWeights:
             offset = end
         flat = source.new_empty(total)
         work = scatter_single(flat, source.view(-1), group=self.axes.shard, async_op=True)
-        self.bytes_sent += flat.numel() * flat.element_size() * (self.world - 1)
         assert work is not None
         return _Reduction(paths, flat, work, source, replicated=False)
 
     def _all_reduce(self, paths: list[str], grads: Values) -> _Reduction:
         flat = torch.cat([grads[path].flatten().to(self.reduce_dtype) for path in paths])
         work = dist.all_reduce(flat, group=self.axes.shard, async_op=True) if self.axes.shard is not None else _Done()
-        self.bytes_sent += 2 * flat.numel() * flat.element_size() * (self.world - 1) // self.world
         assert work is not None
         return _Reduction(paths, flat, work, flat, replicated=True)
 
@@ -217,7 +217,6 @@ class GatheredWeights:
         flat = reduction.flat
         if self.axes.replicate is not None:
             dist.all_reduce(flat, group=self.axes.replicate)
-            self.bytes_sent += flat.numel() * flat.element_size()
         offset = 0
         for path in reduction.paths:
             shard, dim = self.shards[path], self.layouts[path].fsdp_dim
