@@ -39,7 +39,7 @@ def head_loss(
     operands' dtypes. Under tp each rank has part of the vocabulary: maxima, sums and the hidden rows' gradient are reduced.
     """
     num_rows, vocab = len(targets_N), weight_VD.shape[0]
-    targets_N = targets_N - axis_rank(groups.tp) * vocab  # outside 0 .. vocab: another rank's
+    begin_V = axis_rank(groups.tp) * vocab
     rows = max(1, CHUNK_BYTES // (4 * vocab))
     loss_sum = hidden_ND.new_zeros((), dtype=torch.float32)
     correct = torch.empty(num_rows, dtype=torch.bool, device=hidden_ND.device)
@@ -47,19 +47,19 @@ def head_loss(
     weight_grad = torch.zeros_like(weight_VD) if with_grad and weight_trainable else None
     for begin in range(0, num_rows, rows):
         part = slice(begin, min(begin + rows, num_rows))
-        hidden, target = hidden_ND[part], targets_N[part, None]
+        hidden, target = hidden_ND[part], targets_N[part, None] - begin_V  # outside 0 .. vocab: another rank's
         logits = (hidden @ weight_VD.T).float()
         top, likeliest = logits.max(-1, keepdim=True)
         mine = (target >= 0) & (target < vocab)
         target = torch.where(mine, target, 0)
         at_target = torch.where(mine, logits.gather(-1, target), 0.0)
-        top = _reduced(top, groups, dist.ReduceOp.MAX)
-        # The target comes first if its own logit is the largest, and the first of those that are equal.
-        first = torch.where(mine & (likeliest == target) & (at_target == top), 1.0, 0.0)
+        own_top, top = top, _reduced(top.clone(), groups, dist.ReduceOp.MAX)
+        # Of equal logits the first counts, whichever rank has it.
+        first = torch.where(own_top == top, likeliest + begin_V, torch.iinfo(torch.int64).max)
+        correct[part] = (_reduced(first, groups, dist.ReduceOp.MIN) == targets_N[part, None])[:, 0]
         exps = logits.sub_(top).exp_()
-        sums = torch.cat((exps.sum(-1, keepdim=True), at_target, first), dim=-1)
-        total, at_target, first = _reduced(sums, groups, dist.ReduceOp.SUM).split(1, dim=-1)
-        correct[part] = first[:, 0] > 0
+        sums = torch.cat((exps.sum(-1, keepdim=True), at_target), dim=-1)
+        total, at_target = _reduced(sums, groups, dist.ReduceOp.SUM).split(1, dim=-1)
         loss_sum += (total.log() + top - at_target).sum()
         if hidden_grad is None:
             continue

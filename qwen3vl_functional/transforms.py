@@ -185,8 +185,17 @@ def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, traina
         emptied = weights.release(leaves_)
         if any(names):
             differentiable.update(block.writes)
-            kept = leaves_ if emptied and linearized else {}
-            tape.append(_Step(block, own[i], {} if linearized else reads, *names, linearized, kept))
+            # Without locals of its own: what they named last would stay alive through the backward.
+            tape.append(
+                _Step(
+                    block,
+                    own[i],
+                    {} if linearized else reads,
+                    *names,
+                    linearized,
+                    leaves_ if emptied and linearized else {},
+                )
+            )
         else:
             differentiable.difference_update(block.writes)
         values.update(zip(block.writes, outputs, strict=True))
