@@ -6,14 +6,22 @@ started (several nodes: torchrun's own flags). Logs of rank 0 go to the terminal
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import AcceleratorConfig, Config, micro_batches_per_step, resolve_topology
 from ..config_loader import load_config
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 VISIBLE_DEVICES = ("ASCEND_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 STARTED_HERE = "HYPER_PARALLEL_STARTED"  # set for processes that this launcher started and reports for
@@ -33,18 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .trainer import Trainer  # torch is loaded only once the configuration stands
 
         trainer = Trainer(config)
+    except KeyboardInterrupt:
+        return _interrupted()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
         trainer.train()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except (ValueError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def number_of_processes(accelerator: AcceleratorConfig, nproc: int | None) -> int:
@@ -100,7 +114,9 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below says it once
+    for name in list(logging.root.manager.loggerDict):  # the message below says it once; some loggers set their own level
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     logs = Path(config.train.checkpoint.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     os.environ[STARTED_HERE] = str(logs)
@@ -119,35 +135,40 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
     try:
         elastic_launch(launch, sys.executable)("-m", "hyper_parallel.trainer.launch", *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message = (failure.error_file_data or {}).get("message")
-        text = message["message"] if isinstance(message, dict) else f"exit code {failure.exitcode}"
+        rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
+        recorded = "time_ns" in failure.error_file_data
+        text = failure.error_file_data["message"]["message"] if recorded else failure.message
         print(f"error: rank {rank}: {text} (logs of all ranks: {logs})", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     return 0
+
+
+def _order(failure: ProcessFailure) -> tuple[bool, int]:
+    """Sorts the cause first. Torch's own order is by whole seconds, in which the other ranks' lost connections follow.
+
+    A rank without a record was killed, before what that did to the others; by SIGTERM, it was the launcher cleaning up.
+    """
+    return failure.exitcode == -signal.SIGTERM, failure.error_file_data.get("time_ns", 0)
 
 
 def _run_rank(config: Config) -> int:
     """One of several processes. A failure is recorded for the launcher and ends this process at once, so that no other
     waits for it in a collective."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     from .trainer import Trainer
 
     rank, started_here = os.environ["RANK"], os.environ.get(STARTED_HERE)
-    if started_here and rank == "0":
-        sys.stdout = _Tee(Path(started_here) / "rank_0.log")
+    if started_here:
+        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+        if rank == "0":
+            sys.stdout = _Tee(Path(started_here) / "rank_0.log")
     try:
         Trainer(config).train()
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)  # for the launcher, which prints the first failure of all
+        _record(error)
         if rank != "0" or not started_here:
             print(f"error: rank {rank}: {error}", file=sys.stderr)
             if not isinstance(error, ValueError):
@@ -159,6 +180,21 @@ def _run_rank(config: Config) -> int:
         sys.stderr.flush()
         os._exit(1)
     return 0
+
+
+def _leave_with(launcher: int) -> None:
+    """End this process when the launcher is gone: a rank left alone would hold its device."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _record(error: BaseException) -> None:
+    """Leave the error for the launcher, in the format of torch's elastic agent and with a time finer than its seconds."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "time_ns": time.time_ns()}))
 
 
 class _Tee:
