@@ -133,8 +133,11 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
     def both_ways(ranks: int) -> float:
         return 2 * (ranks - 1) / ranks
 
+    def whole(ranks: int) -> float:
+        return 1.0
+
     saved = {(module, name): getattr(module, name) for module, name, _ in _COLLECTIVES}
-    weights = {"part": part, "both_ways": both_ways}
+    weights = {"part": part, "both_ways": both_ways, "whole": whole}
     for module, name, kind in _COLLECTIVES:
         setattr(module, name, counted(saved[module, name], weights[kind]))
     own = gathered.gather_single, gathered.scatter_single
@@ -150,6 +153,7 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
 
 _COLLECTIVES = (
     (dist, "all_reduce", "both_ways"),
+    (dist, "isend", "whole"),
     (dist, "all_gather_into_tensor", "part"),
     (dist, "reduce_scatter_tensor", "part"),
     *((dist, name, "part") for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),

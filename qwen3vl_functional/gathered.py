@@ -1,14 +1,15 @@
 """FSDP as two functions of a block's leaves: gather them before the block, reduce their gradients after it.
 
-The forward never learns of it. Each block's leaves travel in one flat collective (``fused``), cast to the dtype in flight
-before they leave; the next block's gather runs while this block computes, and so does the last block's reduction.
+The forward never learns of it. Leaves travel in the dtype in flight; the next block's gather runs while this block computes,
+and so does the last block's reduction. On accelerators a block is one flat collective each way (``fused``); gloo is faster
+with plain messages between pairs of ranks, which also need no buffer to pack into.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,30 +19,12 @@ from .sharding import Axes, Layout, chunk_range
 from .transforms import Values, within
 
 
-class _Done:
-    """A collective over one rank."""
+class _Transfer(Protocol):
+    """Leaves on their way."""
 
-    def wait(self) -> None:
-        pass
-
-
-class _Gather(NamedTuple):
-    """A gather under way: rows of ``flat`` (ranks, elements) are the ranks' padded shards, end to end."""
-
-    paths: list[str]
-    flat: torch.Tensor
-    work: dist.Work
-    source: torch.Tensor  # kept alive until the work is done
-
-
-class _Reduction(NamedTuple):
-    """A reduction under way; ``flat`` will hold this rank's padded shards of the summed gradients."""
-
-    paths: list[str]
-    flat: torch.Tensor
-    work: dist.Work | _Done
-    source: torch.Tensor  # kept alive until the work is done
-    replicated: bool
+    def finish(self) -> Values:
+        """Wait; whole leaves of a gather, this rank's summed parts of a reduction."""
+        ...
 
 
 class GatheredWeights:
@@ -62,65 +45,65 @@ class GatheredWeights:
         reshard: bool = True,
         fused: bool = True,
     ) -> None:
-        self.shards, self.layouts, self.axes = shards, layouts, axes
+        self.shards, self.axes = shards, axes
         self.dtype, self.reduce_dtype, self.reshard, self.fused = dtype, reduce_dtype, reshard, fused
-        self.world = 1 if axes.shard is None else dist.get_world_size(axes.shard)
-        self.rank = 0 if axes.shard is None else dist.get_rank(axes.shard)
-        self._ahead: dict[tuple[str, ...], list[_Gather]] = {}
+        self.cuts = {
+            path: _Cut(layouts[path], tuple(shard.shape), axes.shard)
+            for path, shard in shards.items()
+            if axes.shard is not None and layouts[path].fsdp_dim is not None
+        }
+        self.pairwise = axes.shard is not None and dist.get_backend(axes.shard) == "gloo"
+        self._ahead: dict[tuple[str, ...], list[_Transfer]] = {}
         self._kept: dict[tuple[str, ...], Values] = {}
-        self._reductions: list[_Reduction] = []
+        self._reductions: list[_Transfer] = []
         self._grads: Values = {}
 
     def paths(self, roots: Iterable[str]) -> list[str]:
         return within(self.shards, roots)
 
     def size(self, path: str) -> int:
-        return self.shards[path].numel() * self.shards[path].element_size() * self.world
+        shape = self.cuts[path].shape if path in self.cuts else self.shards[path].shape
+        return math.prod(shape) * self.shards[path].element_size()
 
-    def prefetch(self, paths: Sequence[str]) -> None:
+    def prefetch(self, paths: Sequence[str], into: Values | None = None) -> None:
         key = tuple(paths)
         if key not in self._ahead and key not in self._kept:
-            self._ahead[key] = self._start(paths, None)
+            self._ahead[key] = self._gather(paths, None, into)
 
     def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
         key = tuple(paths)
         if (kept := self._kept.get(key)) is not None:
             return kept
-        gathers = self._ahead.pop(key) if key in self._ahead else self._start(paths, dtype)
-        leaves = {path: self._cast(self.shards[path], dtype) for path in paths if not self._is_cut(path)}
-        for gather in gathers:
-            leaves |= self._unpack(gather)
+        transfers = self._ahead.pop(key) if key in self._ahead else self._gather(paths, dtype, None)
+        leaves = {path: self._cast(self.shards[path], dtype) for path in paths if path not in self.cuts}
+        for transfer in transfers:
+            leaves |= transfer.finish()
         leaves = {path: leaves[path] for path in paths}
         if not self.reshard:
             self._kept[key] = leaves
         return leaves
 
     def release(self, leaves: Values) -> bool:
-        emptied = False
-        for path, leaf in leaves.items():
-            if self.reshard and self._is_cut(path):
-                leaf.untyped_storage().resize_(0)
-                emptied = True
-        return emptied
+        emptied = [leaf for path, leaf in leaves.items() if self.reshard and path in self.cuts]
+        for leaf in emptied:
+            leaf.untyped_storage().resize_(0)
+        return bool(emptied)
 
     def refill(self, leaves: Values) -> None:
-        cut = [path for path in leaves if self._is_cut(path)]
         key = tuple(leaves)
-        gathers = self._ahead.pop(key) if key in self._ahead else self._start(cut, None)
-        for gather in gathers:
-            for path in gather.paths:
-                leaf = leaves[path]
-                leaf.untyped_storage().resize_(leaf.numel() * leaf.element_size())
-            # .data: the graph's version check must not see that the same numbers were written again.
-            self._unpack(gather, into={path: leaves[path].data for path in gather.paths})
+        for transfer in self._ahead.pop(key) if key in self._ahead else self._gather(list(leaves), None, leaves):
+            transfer.finish()
 
     def reduce(self, grads: Values, pending: Collection[torch.Tensor] = ()) -> None:
-        cut = [path for path in grads if self._is_cut(path)]
-        whole = [path for path in grads if not self._is_cut(path)]
-        for group in self._groups(cut):
-            self._reductions.append(self._reduce_scatter(group, grads))
+        cut = {path: grad for path, grad in grads.items() if path in self.cuts}
+        whole = {path: grad for path, grad in grads.items() if path not in self.cuts}
+        if self.pairwise and cut:
+            self._reductions.append(_PairwiseReduction(cut, self.cuts, self.reduce_dtype))
+        else:
+            for group in self._groups(cut):
+                self._reductions.append(_FlatReduction({path: cut[path] for path in group}, self.cuts, self.reduce_dtype))
         for group in self._groups(whole):
-            self._reductions.append(self._all_reduce(group, grads))
+            self._reductions.append(_Sum({path: whole[path] for path in group}, self.axes.shard, self.reduce_dtype))
         while len(self._reductions) > 2:  # bounded memory; two are enough to hide one behind the compute
             self._collect(self._reductions.pop(0))
 
@@ -131,106 +114,189 @@ class GatheredWeights:
         self._kept.clear()
         return self._grads
 
-    def _is_cut(self, path: str) -> bool:
-        return self.world > 1 and self.layouts[path].fsdp_dim is not None
-
     def _cast(self, leaf: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         wanted = dtype or self.dtype
         return leaf if wanted is None else leaf.to(wanted)
 
-    def _groups(self, paths: Sequence[str]) -> list[list[str]]:
-        if not paths:
-            return []
-        return [list(paths)] if self.fused else [[path] for path in paths]
+    def _groups(self, paths: Iterable[str]) -> list[list[str]]:
+        paths = list(paths)
+        return [paths] if self.fused and paths else [[path] for path in paths]
 
-    def _piece(self, path: str) -> tuple[int, ...]:
-        """Shape of a padded shard: the largest that a rank holds, so that all ranks send alike."""
-        dim, shape = self.layouts[path].fsdp_dim, list(self.shards[path].shape)
-        assert dim is not None
-        shape[dim] = -(-self._full_size(path) // self.world)
-        return tuple(shape)
-
-    def _full_size(self, path: str) -> int:
-        """Size of the FSDP dim before FSDP cut it (no model axis cuts the same dim)."""
-        dim = self.layouts[path].fsdp_dim
-        assert dim is not None
-        return self.layouts[path].shape[dim]
-
-    def _start(self, paths: Sequence[str], dtype: torch.dtype | None) -> list[_Gather]:
-        gathers = []
-        for group in self._groups([path for path in paths if self._is_cut(path)]):
-            own = torch.cat([_padded(self._cast(self.shards[path], dtype), self._piece(path)).flatten() for path in group])
-            flat = own.new_empty(self.world, own.numel())
-            work = gather_single(flat.view(-1), own, group=self.axes.shard, async_op=True)
-            assert work is not None
-            gathers.append(_Gather(group, flat, work, own))
-        return gathers
-
-    def _unpack(self, gather: _Gather, into: Values | None = None) -> Values:
-        gather.work.wait()
-        leaves: Values = {}
-        offset = 0
-        for path in gather.paths:
-            piece, dim, size = self._piece(path), self.layouts[path].fsdp_dim, self._full_size(path)
-            assert dim is not None
-            end = offset + math.prod(piece)
-            pieces = gather.flat[:, offset:end].view(self.world, *piece)
-            sizes = [high - low for low, high in (chunk_range(size, self.world, rank) for rank in range(self.world))]
-            parts = [pieces[rank].narrow(dim, 0, rows) for rank, rows in enumerate(sizes)]
+    def _gather(self, paths: Sequence[str], dtype: torch.dtype | None, into: Values | None) -> list[_Transfer]:
+        """Begin to gather the cut leaves among ``paths``, into emptied tensors where they are given."""
+        shards = {path: self._cast(self.shards[path], dtype) for path in paths if path in self.cuts}
+        whole = {}
+        for path, shard in shards.items():
             if into is None:
-                leaves[path] = torch.cat(parts, dim)
+                whole[path] = shard.new_empty(self.cuts[path].shape)
             else:
-                torch.cat(parts, dim, out=into[path])
-            offset = end
-        return leaves
+                into[path].untyped_storage().resize_(into[path].numel() * into[path].element_size())
+                # .data: the graph's version check must not see that the same numbers are written again.
+                whole[path] = into[path].data
+        if self.pairwise and shards:
+            return [_PairwiseGather(shards, whole, self.cuts)]
+        groups = self._groups(shards)
+        return [_FlatGather({path: shards[path] for path in group}, whole, self.cuts) for group in groups]
 
-    def _reduce_scatter(self, paths: list[str], grads: Values) -> _Reduction:
-        total = sum(math.prod(self._piece(path)) for path in paths)
-        # Padding is reduced too and never read; zeros only keep it finite.
-        even = all(self._full_size(path) % self.world == 0 for path in paths)
-        new = torch.empty if even else torch.zeros
-        source = new(self.world, total, dtype=self.reduce_dtype, device=grads[paths[0]].device)
-        offset = 0
-        for path in paths:
-            piece, dim = self._piece(path), self.layouts[path].fsdp_dim
-            assert dim is not None
-            end = offset + math.prod(piece)
-            for rank in range(self.world):
-                low, high = chunk_range(self._full_size(path), self.world, rank)
-                target = source[rank, offset:end].view(piece)
-                target.narrow(dim, 0, high - low).copy_(grads[path].narrow(dim, low, high - low))
-            offset = end
-        flat = source.new_empty(total)
-        work = scatter_single(flat, source.view(-1), group=self.axes.shard, async_op=True)
-        assert work is not None
-        return _Reduction(paths, flat, work, source, replicated=False)
-
-    def _all_reduce(self, paths: list[str], grads: Values) -> _Reduction:
-        flat = torch.cat([grads[path].flatten().to(self.reduce_dtype) for path in paths])
-        work = dist.all_reduce(flat, group=self.axes.shard, async_op=True) if self.axes.shard is not None else _Done()
-        assert work is not None
-        return _Reduction(paths, flat, work, flat, replicated=True)
-
-    def _collect(self, reduction: _Reduction) -> None:
+    def _collect(self, reduction: _Transfer) -> None:
         """Wait for a reduction, add it up over the replicas, and add this rank's part to the gradients."""
-        reduction.work.wait()
-        flat = reduction.flat
+        parts = reduction.finish()
         if self.axes.replicate is not None:
+            flat = torch.cat([part.flatten() for part in parts.values()])
             dist.all_reduce(flat, group=self.axes.replicate)
-        offset = 0
-        for path in reduction.paths:
-            shard, dim = self.shards[path], self.layouts[path].fsdp_dim
-            piece = tuple(shard.shape) if reduction.replicated else self._piece(path)
-            end = offset + math.prod(piece)
-            part = flat[offset:end].view(piece)
-            if not reduction.replicated:
-                assert dim is not None
-                part = part.narrow(dim, 0, shard.shape[dim])
+            pieces = flat.split([part.numel() for part in parts.values()])
+            parts = {path: piece.view(part.shape) for (path, part), piece in zip(parts.items(), pieces, strict=True)}
+        for path, part in parts.items():
             if path in self._grads:
                 self._grads[path] += part
             else:
                 self._grads[path] = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            offset = end
+
+
+class _Cut:
+    """How the FSDP axis cuts one leaf: its whole shape in flight, the dim, and each rank's rows."""
+
+    def __init__(self, layout: Layout, shard: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        assert layout.fsdp_dim is not None
+        self.dim, self.group = layout.fsdp_dim, group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        size = layout.shape[self.dim]  # no model axis cuts the same dim
+        self.ranges = [chunk_range(size, self.world, rank) for rank in range(self.world)]
+        self.shape = (*shard[: self.dim], size, *shard[self.dim + 1 :])
+        self.padded = (*shard[: self.dim], -(-size // self.world), *shard[self.dim + 1 :])  # the largest shard
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's rows of a whole leaf."""
+        low, high = self.ranges[rank]
+        return whole.narrow(self.dim, low, high - low)
+
+    def peers(self) -> list[tuple[int, int]]:
+        """The other ranks: in the group, and globally."""
+        return [(rank, dist.get_global_rank(self.group, rank)) for rank in range(self.world) if rank != self.rank]
+
+
+Cuts = Mapping[str, _Cut]
+
+
+class _PairwiseGather:
+    """Every rank sends its shards to every other, which receives them where they belong."""
+
+    def __init__(self, shards: Values, whole: Values, cuts: Cuts) -> None:
+        self.whole, self.sent, self.works = whole, [], []
+        self.detours: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows of an inner dim do not lie end to end
+        for path, shard in shards.items():
+            cut, own = cuts[path], shard.contiguous()
+            cut.part(whole[path], cut.rank).copy_(own)
+            self.sent.append(own)
+            for rank, peer in cut.peers():
+                rows = cut.part(whole[path], rank)
+                if own.numel():
+                    self.works.append(dist.isend(own, peer, group=cut.group))
+                if rows.numel():
+                    target = rows if rows.is_contiguous() else torch.empty_like(rows, memory_format=torch.contiguous_format)
+                    self.works.append(dist.irecv(target, peer, group=cut.group))
+                    if target is not rows:
+                        self.detours.append((rows, target))
+
+    def finish(self) -> Values:
+        for work in self.works:
+            work.wait()
+        for rows, target in self.detours:
+            rows.copy_(target)
+        return self.whole
+
+
+class _PairwiseReduction:
+    """Every rank sends to every other that one's rows of its gradients, and adds up its own rows in rank order."""
+
+    def __init__(self, grads: Values, cuts: Cuts, dtype: torch.dtype) -> None:
+        self.sent, self.works = [], []
+        self.parts: dict[str, list[torch.Tensor]] = {}
+        for path, grad in grads.items():
+            cut, grad = cuts[path], grad.to(dtype)
+            own = cut.part(grad, cut.rank)
+            parts = [
+                own if rank == cut.rank else torch.empty_like(own, memory_format=torch.contiguous_format)
+                for rank in range(cut.world)
+            ]
+            for rank, peer in cut.peers():
+                rows = cut.part(grad, rank).contiguous()
+                self.sent.append(rows)
+                if rows.numel():
+                    self.works.append(dist.isend(rows, peer, group=cut.group))
+                if own.numel():
+                    self.works.append(dist.irecv(parts[rank], peer, group=cut.group))
+            self.parts[path] = parts
+
+    def finish(self) -> Values:
+        for work in self.works:
+            work.wait()
+        return {path: sum(parts[1:], parts[0]) for path, parts in self.parts.items()}
+
+
+class _FlatGather:
+    """One collective: rows of ``flat`` are the ranks' padded shards, end to end."""
+
+    def __init__(self, shards: Values, whole: Values, cuts: Cuts) -> None:
+        self.paths, self.whole, self.cuts = list(shards), whole, cuts
+        first = cuts[self.paths[0]]
+        self.own = torch.cat([_padded(shard, cuts[path].padded).flatten() for path, shard in shards.items()])
+        self.flat = self.own.new_empty(first.world, self.own.numel())
+        self.work = gather_single(self.flat.view(-1), self.own, group=first.group, async_op=True)
+
+    def finish(self) -> Values:
+        assert self.work is not None
+        self.work.wait()
+        sizes = [math.prod(self.cuts[path].padded) for path in self.paths]
+        for path, pieces in zip(self.paths, self.flat.split(sizes, dim=1), strict=True):
+            cut = self.cuts[path]
+            for rank in range(cut.world):
+                rows = cut.part(self.whole[path], rank)
+                rows.copy_(pieces[rank].view(cut.padded).narrow(cut.dim, 0, rows.shape[cut.dim]))
+        return {path: self.whole[path] for path in self.paths}
+
+
+class _FlatReduction:
+    """One collective: rows of ``source`` are each rank's padded parts of the gradients, end to end."""
+
+    def __init__(self, grads: Values, cuts: Cuts, dtype: torch.dtype) -> None:
+        self.paths, self.cuts = list(grads), cuts
+        first = cuts[self.paths[0]]
+        self.sizes = [math.prod(cuts[path].padded) for path in self.paths]
+        # Padding is reduced too and never read; zeros only keep it finite.
+        self.source = torch.zeros(first.world, sum(self.sizes), dtype=dtype, device=grads[self.paths[0]].device)
+        for path, target in zip(self.paths, self.source.split(self.sizes, dim=1), strict=True):
+            cut = cuts[path]
+            for rank in range(cut.world):
+                rows = cut.part(grads[path], rank)
+                target[rank].view(cut.padded).narrow(cut.dim, 0, rows.shape[cut.dim]).copy_(rows)
+        self.flat = self.source.new_empty(sum(self.sizes))
+        self.work = scatter_single(self.flat, self.source.view(-1), group=first.group, async_op=True)
+
+    def finish(self) -> Values:
+        assert self.work is not None
+        self.work.wait()
+        parts = {}
+        for path, piece in zip(self.paths, self.flat.split(self.sizes), strict=True):
+            cut = self.cuts[path]
+            low, high = cut.ranges[cut.rank]
+            parts[path] = piece.view(cut.padded).narrow(cut.dim, 0, high - low)
+        return parts
+
+
+class _Sum:
+    """Gradients of leaves that FSDP leaves whole: added up over its ranks."""
+
+    def __init__(self, grads: Values, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+        self.grads = grads
+        self.flat = torch.cat([grad.flatten().to(dtype) for grad in grads.values()])
+        self.work = None if group is None else dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> Values:
+        if self.work is not None:
+            self.work.wait()
+        pieces = self.flat.split([grad.numel() for grad in self.grads.values()])
+        return {path: piece.view(grad.shape) for (path, grad), piece in zip(self.grads.items(), pieces, strict=True)}
 
 
 def _padded(shard: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

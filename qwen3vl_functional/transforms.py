@@ -64,8 +64,8 @@ class Weights(Protocol):
         """Bytes that a whole leaf takes at rest."""
         ...
 
-    def prefetch(self, paths: Sequence[str]) -> None:
-        """Announce the next ``fetch`` or ``refill``."""
+    def prefetch(self, paths: Sequence[str], into: Values | None = None) -> None:
+        """Announce the next ``fetch``, or the ``refill`` of ``into``."""
         ...
 
     def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
@@ -102,7 +102,7 @@ class LocalWeights:
     def size(self, path: str) -> int:
         return self._params[path].numel() * self._params[path].element_size()
 
-    def prefetch(self, paths: Sequence[str]) -> None:
+    def prefetch(self, paths: Sequence[str], into: Values | None = None) -> None:
         pass
 
     def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
@@ -203,8 +203,8 @@ def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, traina
 
     head = weights.paths(loss.paths)
     head_leaves = weights.fetch(head, dtype=loss.dtype)
-    if tape and tape[-1].weights_wanted:
-        weights.prefetch(tape[-1].paths)
+    if tape:
+        tape[-1].prefetch(weights)
     result = loss.fn(head_leaves, {name: values[name] for name in loss.reads})
     weights.reduce({path: grad for path, grad in result.param_grads.items() if path in trainable})
     cotangents = {name: grad for name, grad in result.read_grads.items() if name in differentiable}
@@ -216,8 +216,8 @@ def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, traina
             leaves_ = weights.fetch(step.paths)
         elif step.emptied:
             weights.refill(step.emptied)
-        if tape and tape[-1].weights_wanted:
-            weights.prefetch(tape[-1].paths)
+        if tape:
+            tape[-1].prefetch(weights)
         if linearized is None:
             linearized = _linearize(step.block, leaves_, step.reads, step.params, step.inputs)
             del leaves_
@@ -295,9 +295,12 @@ class _Step(NamedTuple):
     linearized: _Linearized | None  # None: run again
     emptied: Values  # leaves to refill before the pullback
 
-    @property
-    def weights_wanted(self) -> bool:
-        return self.linearized is None or bool(self.emptied)
+    def prefetch(self, weights: Weights) -> None:
+        """Announce what the backward will ask for."""
+        if self.linearized is None:
+            weights.prefetch(self.paths)
+        elif self.emptied:
+            weights.prefetch(self.paths, self.emptied)
 
 
 def _linearize(block: Block, leaves: Values, reads: Values, params: Collection[str], inputs: Collection[str]) -> _Linearized:
