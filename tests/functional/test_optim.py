@@ -152,3 +152,11 @@ def test_decay_mask_follows_names(cfg):
     for config in (cfg, Qwen3VLMoeConfig(), Qwen3VLMoeConfig.from_dict(dense_text)):
         for path, spec in leaves(param_specs(config)):
             assert spec.decay == (not any(word in path for word in ("bias", "norm"))), path
+
+
+def test_norm_of_long_gradients_is_exact_and_does_not_depend_on_the_cut():
+    grad = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1e-2
+    exact = float(grad.double().norm())
+    for pieces in (1, 2, 3, 7):
+        parts = list(grad.chunk(pieces))
+        assert float(global_norm([*parts, torch.zeros(5)])) == pytest.approx(exact, rel=2e-7)
