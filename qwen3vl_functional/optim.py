@@ -153,6 +153,6 @@ def _has_fused_kernel(device_type: str) -> bool:
             eps=1.0,
             maximize=False,
         )
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):  # torch says "no such kernel" in all these ways
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,13 +39,16 @@ class Trainer:
 
         spec = self.model.data_spec()
         processor_path = data.processor_path or config.model.tokenizer_path or config.model.weights_path
+        reading: dict[str, Any] = {
+            "processor_path": processor_path,
+            "rank": self.ranks.data_rank,
+            "world_size": readers,
+            "micro_batch_size": train.micro_batch_size,
+        }
         self.loader = build_loader(
             data,
             spec,
-            processor_path=processor_path,
-            rank=self.ranks.data_rank,
-            world_size=readers,
-            micro_batch_size=train.micro_batch_size,
+            **reading,
             global_batch_size=train.global_batch_size,
             seed=train.seed,
             max_steps=train.max_steps,
@@ -54,14 +58,7 @@ class Trainer:
         self.total_steps = wanted if wanted > 0 else train.num_train_epochs * steps_per_epoch
         self.eval_loader = None
         if data.eval_path is not None:
-            self.eval_loader = build_eval_loader(
-                data,
-                spec,
-                processor_path=processor_path,
-                rank=self.ranks.data_rank,
-                world_size=readers,
-                micro_batch_size=train.micro_batch_size,
-            )
+            self.eval_loader = build_eval_loader(data, spec, **reading)
         self.callbacks = self._callbacks()
         description = self.model.setup(total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh)
         self._say(description)
