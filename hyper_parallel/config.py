@@ -222,6 +222,8 @@ class CheckpointConfig:
     load_path: str | None = key(None, 'step directory to resume from, or "latest" in output_dir; null: start fresh')
     save_hf_weights: bool = key(True, "also export the weights in the Hugging Face layout")
     save_async: bool = key(False, "write files in the background")
+    keep_last: int | None = key(None, "keep this many of the newest checkpoints; null: all", valid=POSITIVE)
+    on_save_error: Literal["stop", "continue"] = key("stop", "what a run does when a checkpoint cannot be written")
 
 
 @dataclass(frozen=True)

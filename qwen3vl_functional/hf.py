@@ -11,15 +11,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
-from torch.distributed.tensor import DTensor
 
 from .config import Qwen3VLMoeConfig
 from .model import param_specs
@@ -36,13 +35,35 @@ COMPANION_SUFFIXES = {".json", ".txt", ".jinja", ".model"}
 ExpertLayout = Literal["hub", "transposed"]
 
 
+class TensorSource(Protocol):
+    """Named tensors in a directory, whatever the files there are: shapes and dtypes at once, values part by part."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def shape_of(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def dtype_of(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, path: str, part: tuple[slice, ...] = (), /) -> torch.Tensor:
+        """One tensor, or the ``part`` of it, as its file holds it."""
+        ...
+
+
 class WeightFiles(NamedTuple):
-    """Which file holds each tensor of a directory, and the tensors' shapes and dtypes; nothing is read yet."""
+    """A Hugging Face directory: which file holds each tensor, and the tensors' shapes and dtypes; nothing is read yet."""
 
     directory: Path
     file_of: dict[str, str]
     shape_of: dict[str, tuple[int, ...]]
     dtype_of: dict[str, torch.dtype]
+
+    def read(self, path: str, part: tuple[slice, ...] = (), /) -> torch.Tensor:
+        """One tensor, or the ``part`` of it, as its file holds it."""
+        with safe_open(self.directory / self.file_of[path], framework="pt") as file:
+            return file.get_slice(path)[part] if part else file.get_tensor(path)
 
 
 def read_config_dict(directory: str | Path) -> dict[str, Any]:
@@ -111,7 +132,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def load_params(
-    directory: str | Path,
+    source: str | Path | TensorSource,
     cfg: Qwen3VLMoeConfig,
     *,
     dtype: torch.dtype = torch.float32,
@@ -119,19 +140,19 @@ def load_params(
     expert_layout: ExpertLayout | None = None,
     placement: Placement = Placement(),
 ) -> TensorDict:
-    """Read all weights, one leaf at a time; a rank reads only the slices that it holds.
+    """Read all weights of a Hugging Face directory, or of another source, one leaf at a time; a rank reads only its slices.
 
     ``expert_layout`` is needed only where a file's expert shapes fit both layouts and its config.json shows that
     transformers 5 wrote it. Raises ValueError naming every missing, unexpected or mis-shaped tensor.
     """
-    files = scan_weights(directory)
+    files = scan_weights(source) if isinstance(source, (str, Path)) else source
     specs = dict(leaves(param_specs(cfg)))
     _check_names(files, specs, cfg)
     flat: dict[str, torch.Tensor] = {}
     for path, spec in specs.items():
         transposed = _is_transposed(files, path, spec, expert_layout)
         part = placement.part(path)
-        leaf = read_leaf(files, path, (part[0], part[2], part[1]) if transposed and part else part)
+        leaf = files.read(path, (part[0], part[2], part[1]) if transposed and part else part)
         # copy=True: a tensor that safetensors mapped from the file must not be updated in place.
         local = (leaf.transpose(1, 2) if transposed else leaf).to(
             device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format
@@ -140,18 +161,12 @@ def load_params(
     return to_tensordict(flat)
 
 
-def read_leaf(files: WeightFiles, path: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
-    """One tensor, or the ``part`` of it, as its file holds it."""
-    with safe_open(files.directory / files.file_of[path], framework="pt") as file:
-        return file.get_slice(path)[part] if part else file.get_tensor(path)
-
-
-def _check_names(files: WeightFiles, specs: Mapping[str, ParamSpec], cfg: Qwen3VLMoeConfig) -> None:
-    missing = sorted(specs.keys() - files.file_of.keys())
-    unexpected = sorted(files.file_of.keys() - specs.keys())
+def _check_names(files: TensorSource, specs: Mapping[str, ParamSpec], cfg: Qwen3VLMoeConfig) -> None:
+    missing = sorted(specs.keys() - files.shape_of.keys())
+    unexpected = sorted(files.shape_of.keys() - specs.keys())
     if cfg.tie_word_embeddings and "lm_head.weight" in unexpected and not missing:
-        embedding = read_leaf(files, "model.language_model.embed_tokens.weight")
-        if torch.equal(embedding, read_leaf(files, "lm_head.weight")):
+        embedding = files.read("model.language_model.embed_tokens.weight")
+        if torch.equal(embedding, files.read("lm_head.weight")):
             unexpected.remove("lm_head.weight")
     if cfg.vision is None:  # a text-only run takes the decoder of a vision-language checkpoint
         unexpected = [path for path in unexpected if not path.startswith("model.visual.")]
@@ -161,7 +176,7 @@ def _check_names(files: WeightFiles, specs: Mapping[str, ParamSpec], cfg: Qwen3V
         raise ValueError(f"{files.directory} does not hold this model's weights: {'; '.join(problems)}")
 
 
-def _is_transposed(files: WeightFiles, path: str, spec: ParamSpec, layout: ExpertLayout | None) -> bool:
+def _is_transposed(files: TensorSource, path: str, spec: ParamSpec, layout: ExpertLayout | None) -> bool:
     """Whether the file holds a leaf with its last two dims exchanged (experts only)."""
     found, expected = files.shape_of[path], spec.shape
     if spec.dims[0] != "experts":
@@ -182,7 +197,7 @@ def _is_transposed(files: WeightFiles, path: str, spec: ParamSpec, layout: Exper
                 f"but expert_layout={layout!r} was given"
             )
         return actual == "transposed"
-    if layout is None and "num_local_experts" in read_config_dict(files.directory).get("text_config", {}):
+    if layout is None and _written_by_transformers_5(files.directory):
         raise ValueError(
             f"{files.directory}: {path} is square {list(found)} and its config.json was written by "
             "transformers 5, which saves experts transposed: say which it is, "
@@ -192,7 +207,7 @@ def _is_transposed(files: WeightFiles, path: str, spec: ParamSpec, layout: Exper
 
 
 def save_params(
-    params: TensorDict,
+    params: TensorDict | TensorSource,
     cfg: Qwen3VLMoeConfig,
     directory: str | Path,
     *,
@@ -200,11 +215,10 @@ def save_params(
     companions: Sequence[str | Path] = (),
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    write: bool = True,
 ) -> Path:
     """Write a Hugging Face directory that transformers loads; it appears whole or not at all.
 
-    Placed leaves are made whole one by one: all ranks call this, and one of them with ``write``.
+    ``params``: whole leaves (``unshard`` a placed tree first), or tensors that lie in files, which are read one by one.
 
     ``source``: the directory the weights came from. Its dtypes, its division into shards and its config.json are kept,
     so an untouched model comes back bit-equal; a tower that a text-only run left out comes back too. Otherwise tensors
@@ -213,7 +227,8 @@ def save_params(
     transformers 5 would load them transposed.
     """
     directory = Path(directory)
-    for path, spec in leaves(param_specs(cfg)):
+    specs = dict(leaves(param_specs(cfg)))
+    for path, spec in specs.items():
         if spec.dims[0] == "experts" and spec.shape[1] == spec.shape[2]:
             raise ValueError(
                 f"{path} is square {list(spec.shape)}: transformers 5 takes the layout of experts from their "
@@ -222,47 +237,46 @@ def save_params(
     for origin in (source, *companions):
         if origin is not None and not Path(origin).is_dir():
             raise ValueError(f"{origin} is not a directory; its tokenizer and processor files cannot be copied")
-    flat: dict[str, torch.Tensor | None] = dict(leaves(params.to_dict()))
+    held = dict(leaves(params.to_dict())) if isinstance(params, TensorDict) else None
+    read: Callable[[str], torch.Tensor] = held.__getitem__ if held is not None else params.read
+    dtypes = {path: leaf.dtype for path, leaf in held.items()} if held is not None else dict(params.dtype_of)
+    if lost := specs.keys() - dtypes.keys():
+        raise ValueError(f"the weights to export lack {_some(sorted(lost))}")
+    readers = dict.fromkeys(specs, read)
+    dtypes = {path: dtype or dtypes[path] for path in specs}
+    sizes = {path: spec.numel for path, spec in specs.items()}
     files = scan_weights(source) if source and _has_weights(source) else None
-    dtypes = {path: dtype or leaf.dtype for path, leaf in leaves(params.to_dict())}
-    sizes = {path: leaf.numel() for path, leaf in leaves(params.to_dict())}
     if files is not None:
         if cfg.vision is None:  # trained as text only: the tower goes back as it came
             tower = [path for path in files.file_of if path.startswith("model.visual.")]
-            flat |= dict.fromkeys(tower)
+            readers |= dict.fromkeys(tower, files.read)
             sizes |= {path: math.prod(files.shape_of[path]) for path in tower}
             cfg = dataclasses.replace(cfg, vision=read_config(files.directory).vision)
-        dtypes |= {path: files.dtype_of[path] for path in flat if path in files.dtype_of}
+        dtypes |= {path: files.dtype_of[path] for path in readers if path in files.dtype_of}
     sizes = {path: size * dtypes[path].itemsize for path, size in sizes.items()}
-    same_tensors = files is not None and files.file_of.keys() == flat.keys()
+    same_tensors = files is not None and files.file_of.keys() == readers.keys()
     file_of = files.file_of if files is not None and same_tensors else _plan_shards(sizes, max_shard_bytes)
 
     partial = directory.with_name(directory.name + ".partial")
-    if write:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     for name in sorted(set(file_of.values())):
-        shard: dict[str, torch.Tensor] = {}
-        for path, leaf in flat.items():
-            if file_of[path] != name:
-                continue
-            if leaf is None:
-                assert files is not None
-                leaf = read_leaf(files, path)
-            # Every rank takes part in making a leaf whole; only the writer keeps it.
-            leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-            if write:
-                shard[path] = leaf.detach().to(device="cpu", dtype=dtypes[path]).contiguous()
-        if write:
-            save_file(shard, partial / name, metadata={"format": "pt"})
-    if write:
-        for origin in [*([source] if source else []), *companions]:
-            _copy_companions(Path(origin), partial)
-        _write_config(cfg, partial / CONFIG, source, next(iter(dtypes.values())))
-        if set(file_of.values()) != {SINGLE}:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
-            (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        _replace_directory(partial, directory)
+        shard = {
+            path: read(path).detach().to(device="cpu", dtype=dtypes[path]).contiguous()
+            for path, read in readers.items()
+            if file_of[path] == name
+        }
+        (partial / name).touch()
+        mode = (partial / name).stat().st_mode  # safetensors would leave the file to its owner alone
+        save_file(shard, partial / name, metadata={"format": "pt"})
+        (partial / name).chmod(mode)
+    for origin in [*([source] if source else []), *companions]:
+        _copy_companions(Path(origin), partial)
+    _write_config(cfg, partial / CONFIG, source, next(iter(dtypes.values())))
+    if set(file_of.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _replace_directory(partial, directory)
     return directory
 
 
@@ -305,6 +319,11 @@ def _replace_directory(new: Path, target: Path) -> None:
     os.replace(target, old)
     os.replace(new, target)
     shutil.rmtree(old)
+
+
+def _written_by_transformers_5(directory: Path) -> bool:
+    """Whether a config.json, where there is one, has the form that transformers 5 gives it."""
+    return (directory / CONFIG).exists() and "num_local_experts" in read_config_dict(directory).get("text_config", {})
 
 
 def _has_weights(directory: str | Path) -> bool:

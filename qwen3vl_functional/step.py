@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,12 @@ class EvalMetrics(NamedTuple):
     num_correct: int
 
 
-TrainStep = Callable[[TrainState, Sequence[Batch]], tuple[TrainState, StepMetrics]]
+class TrainStep(Protocol):
+    """See ``make_train_step``."""
+
+    def __call__(
+        self, state: TrainState, micro_batches: Sequence[Batch], before_update: Callable[[], None] | None = None, /
+    ) -> tuple[TrainState, StepMetrics]: ...
 
 
 class Recipe(NamedTuple):
@@ -85,11 +90,14 @@ def make_train_step(
     frozen: tuple[str, ...] = (),
     placement: Placement = Placement(),
 ) -> TrainStep:
-    """Compose the step. It takes this rank's micro-batches of one update and reuses the storage of the state it is handed."""
+    """Compose the step. It takes this rank's micro-batches of one update and reuses the storage of the state it is handed;
+    ``before_update`` is called when the gradients are there and that storage is still untouched."""
     specs = dict(leaves(param_specs(cfg)))
     trainable = frozenset(split_frozen(param_specs(cfg), frozen)[0])
 
-    def step(state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, StepMetrics]:
+    def step(
+        state: TrainState, micro_batches: Sequence[Batch], before_update: Callable[[], None] | None = None
+    ) -> tuple[TrainState, StepMetrics]:
         weights = make_weights(state.params, recipe, placement)
         sums = accumulate(weights, micro_batches, cfg, trainable, recipe, placement)
         params = {path: local_view(leaf) for path, leaf in leaves(state.params.to_dict()) if path in trainable}
@@ -97,6 +105,8 @@ def make_train_step(
         norm = placed_norm(grads, placement)
         lr = learning_rate(optimizer, state.opt_state.step)
         factor = clip_factor(norm, optimizer.max_grad_norm)
+        if before_update is not None:
+            before_update()
         opt_state = adamw_update(params, grads, state.opt_state, specs, optimizer, grad_factor=factor)
         metrics = StepMetrics(sums.loss, norm, lr, sums.num_targets, sums.load_balance)
         return TrainState(state.params, opt_state), metrics

@@ -54,7 +54,7 @@ class Callback:
     def on_train_end(self) -> None: ...
 
 
-class Progress(Callback):
+class ProgressBar(Callback):
     """A bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, logging: LoggingConfig) -> None:
@@ -104,7 +104,8 @@ class Progress(Callback):
 class MetricsFile(Callback):
     """One JSON object a line in ``<output_dir>/metrics.jsonl``: every step, and every evaluation (keys ``eval_*``).
 
-    A file that an earlier run left there is moved aside, not overwritten.
+    A file that an earlier run left there is moved aside, not overwritten; a resumed run goes on from what it holds of the
+    steps before.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -112,12 +113,17 @@ class MetricsFile(Callback):
 
     def on_train_begin(self, total_steps: int, first_step: int) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and first_step == 0:
-            number = 1
-            while (aside := self.path.with_name(f"metrics.{number}.jsonl")).exists():
-                number += 1
-            self.path.rename(aside)
-        self.file = self.path.open("a", buffering=1)
+        before = []
+        if self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            before = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
+            if before != lines:
+                number = 1
+                while (aside := self.path.with_name(f"metrics.{number}.jsonl")).exists():
+                    number += 1
+                self.path.rename(aside)
+        self.file = self.path.open("w", buffering=1)
+        self.file.writelines(before)
 
     def on_step_end(self, record: StepRecord) -> None:
         self.file.write(json.dumps(record.flat()) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class Ranks:
     topology: Topology
     mesh: DeviceMesh | None
     data_rank: int
+    files: dist.ProcessGroup | None = None  # all ranks, on the CPU: agreeing on files, beside what the devices exchange
 
     @property
     def is_main(self) -> bool:
@@ -41,13 +43,21 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
-    def largest(self, number: float) -> float:
-        """The largest of all ranks' numbers."""
+    def largest(self, *numbers: float) -> list[float]:
+        """The largest of all ranks' numbers, for each."""
         if self.mesh is None:
-            return number
-        largest = torch.tensor(number, dtype=torch.float64, device=self.device)
+            return list(numbers)
+        largest = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return float(largest)
+        return largest.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks; waits for all of them."""
+        if self.files is None:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.files)
+        return values
 
     def leave(self) -> None:
         """End the process group. A barrier first: gloo may hang if one rank leaves during another's last collective."""
@@ -77,4 +87,6 @@ def join(train: TrainConfig, platform: Platform) -> Ranks:
         dist.init_process_group(train.comm_backend or platform.backend, timeout=TIMEOUT)
     axes = tuple(field.name for field in fields(Topology))
     mesh = init_device_mesh(platform.device_type, astuple(topology), mesh_dim_names=axes)
-    return Ranks(rank, world_size, device, topology, mesh, rank // (topology.cp * topology.tp))
+    files = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    assert isinstance(files, dist.ProcessGroup)
+    return Ranks(rank, world_size, device, topology, mesh, rank // (topology.cp * topology.tp), files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING
 
 from ..config import AcceleratorConfig, Config, micro_batches_per_step, resolve_topology
 from ..config_loader import load_config
+from .interruption import SIGNALS, Interruption, handed_on
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 VISIBLE_DEVICES = ("ASCEND_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+STOP_FILE = "stop"  # in the directory of the logs
 STARTED_HERE = "HYPER_PARALLEL_STARTED"  # set for processes that this launcher started and reports for
 
 
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if processes > 1:
             _check(config, processes)
             return _start(config, arguments, processes)
-        from .trainer import Trainer  # torch is loaded only once the configuration stands
+        from .checkpoint import SaveError  # torch is loaded only once the configuration stands
+        from .trainer import Trainer
 
         trainer = Trainer(config)
     except KeyboardInterrupt:
@@ -47,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        trainer.train()
+        return _exit_code(trainer.train())
     except KeyboardInterrupt:
         return _interrupted()
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, SaveError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _exit_code(signal_number: int) -> int:
+    """A run that a signal ended is not finished, and says so as shells do: a scheduler may start it again."""
+    return 128 + signal_number if signal_number else 0
 
 
 def _interrupted() -> int:
@@ -110,7 +118,7 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
     """Start the processes through torch's elastic launcher and report the first failure as one message."""
     import logging
 
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -132,17 +140,17 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, processes), Std.ALL)),
     )
+    stop_file = logs / STOP_FILE
     try:
-        elastic_launch(launch, sys.executable)("-m", "hyper_parallel.trainer.launch", *arguments)
+        with handed_on(stop_file):
+            elastic_launch(launch, sys.executable)("-m", "hyper_parallel.trainer.launch", *arguments)
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
         recorded = "time_ns" in failure.error_file_data
         text = failure.error_file_data["message"]["message"] if recorded else failure.message
         print(f"error: rank {rank}: {text} (logs of all ranks: {logs})", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, SignalException):
-        return _interrupted()
-    return 0
+    return _exit_code(int(stop_file.read_text())) if stop_file.exists() else 0
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, int]:
@@ -150,21 +158,23 @@ def _order(failure: ProcessFailure) -> tuple[bool, int]:
 
     A rank without a record was killed, before what that did to the others; by SIGTERM, it was the launcher cleaning up.
     """
-    return failure.exitcode == -signal.SIGTERM, failure.error_file_data.get("time_ns", 0)
+    return failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM), failure.error_file_data.get("time_ns", 0)
 
 
 def _run_rank(config: Config) -> int:
     """One of several processes. A failure is recorded for the launcher and ends this process at once, so that no other
     waits for it in a collective."""
+    rank, started_here = os.environ["RANK"], os.environ.get(STARTED_HERE)
+    stop_file = Path(started_here) / STOP_FILE if started_here else None
+    if stop_file is not None:
+        _watch_launcher(stop_file)
+        if rank == "0":
+            sys.stdout = _Tee(stop_file.with_name("rank_0.log"))
     from .trainer import Trainer
 
-    rank, started_here = os.environ["RANK"], os.environ.get(STARTED_HERE)
-    if started_here:
-        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-        if rank == "0":
-            sys.stdout = _Tee(Path(started_here) / "rank_0.log")
     try:
-        Trainer(config).train()
+        stopped_by = Trainer(config).train(Interruption(stop_file))
+        return 0 if started_here else _exit_code(stopped_by)  # the launcher knows what it handed on
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
@@ -179,14 +189,31 @@ def _run_rank(config: Config) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    return 0
 
 
-def _leave_with(launcher: int) -> None:
-    """End this process when the launcher is gone: a rank left alone would hold its device."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os._exit(1)
+def _watch_launcher(stop_file: Path) -> None:
+    """End this process when the launcher is gone, or sends SIGTERM because another rank has failed.
+
+    A rank that waits for a lost one in a collective runs no Python; a thread of its own hears the signal through a pipe. A
+    SIGTERM that the launcher got too is its request to stop, and is left to the training loop.
+    """
+    launcher, (receive, send) = os.getppid(), os.pipe()
+    os.set_blocking(send, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            ready, _, _ = select.select([receive], [], [], 1.0)
+            if ready and signal.SIGTERM in os.read(receive, 64):
+                time.sleep(1.0)
+                if not stop_file.exists():
+                    os._exit(128 + signal.SIGTERM)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _record(error: BaseException) -> None:

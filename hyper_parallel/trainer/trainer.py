@@ -1,7 +1,8 @@
-"""The loop: batches in, steps, evaluations, exports; callbacks watch."""
+"""The loop: batches in, steps, evaluations, saves; callbacks watch."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 
 from .. import models, platform
 from ..config import Config, micro_batches_per_step
+from ..core.distributed_checkpoint.chunks import hugging_face_directory
 from ..data.loader import build_eval_loader, build_loader
 from .adapter import Batch, EvalReport
-from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, Progress, StepRecord, TensorBoard
+from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, ProgressBar, StepRecord, TensorBoard
+from .checkpoint import Checkpointer, Progress, find, load_position, load_progress, load_rng
 from .distributed import join
+from .interruption import Interruption
 
 
 class Trainer:
@@ -23,9 +27,6 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         train, data = config.train, config.data
-        for key in ("load_path", "save_async"):  # accepting them without effect would be worse than refusing
-            if value := getattr(train.checkpoint, key):
-                raise ValueError(f"train.checkpoint.{key} = {value}: this version exports weights, it cannot resume a run yet")
         self.platform = platform.detect()
         self.platform.seed(train.seed)
         if train.debug.deterministic:
@@ -36,11 +37,12 @@ class Trainer:
         readers = self.ranks.topology.data_parallel_size
         self.micro_batches = micro_batches_per_step(train, readers)
         self.output_dir = Path(train.checkpoint.output_dir)
+        self.stopped_by = 0
 
         spec = self.model.data_spec()
-        processor_path = data.processor_path or config.model.tokenizer_path or config.model.weights_path
+        weights = None if config.model.weights_path is None else hugging_face_directory(config.model.weights_path)
         reading: dict[str, Any] = {
-            "processor_path": processor_path,
+            "processor_path": data.processor_path or config.model.tokenizer_path or (weights and str(weights)),
             "rank": self.ranks.data_rank,
             "world_size": readers,
             "micro_batch_size": train.micro_batch_size,
@@ -60,47 +62,84 @@ class Trainer:
         if data.eval_path is not None:
             self.eval_loader = build_eval_loader(data, spec, **reading)
         self.callbacks = self._callbacks()
-        description = self.model.setup(total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh)
+        self.checkpointer = Checkpointer(config, self.ranks, self.platform, self.model, self._say)
+        self.progress, resume = Progress(), find(config, self.ranks, self._say)
+        description = self.model.setup(
+            total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh, resume=resume
+        )
         self._say(description)
+        if resume is not None:
+            self._resume(resume)
 
-    def train(self) -> None:
-        """Run to the last step."""
-        train = self.config.train
-        batches = iter(self.loader)
-        self._tell("on_train_begin", self.total_steps, 0)
-        sampler, tokens = self.loader.batch_sampler, 0
+    def train(self, interruption: Interruption | None = None) -> int:
+        """Run to the last step. Returns the number of the signal that ended the run before, after one last save; 0: none did."""
         try:
-            for step in range(1, self.total_steps + 1):
-                begin = time.perf_counter()
-                micro_batches = self._next(batches)
-                report = self.model.train_step(micro_batches)
-                self.platform.synchronize()
-                elapsed = time.perf_counter() - begin
-                (step_tokens,) = self.ranks.total(sum(int(batch["attention_mask"].sum()) for batch in micro_batches))
-                tokens += int(step_tokens)
-                record = StepRecord(
-                    step=step,
-                    epoch=sampler.position_at(step - 1).epoch,
-                    loss=report.loss,
-                    grad_norm=report.grad_norm,
-                    lr=report.lr,
-                    step_time=elapsed,
-                    tokens_per_second=step_tokens / elapsed,
-                    peak_memory=int(self.ranks.largest(self.platform.peak_memory())),
-                    num_targets=report.num_targets,
-                    consumed_samples=sampler.samples_before(step),
-                    consumed_tokens=tokens,
-                    extra={**report.extra, **self._utilisation(step_tokens / elapsed)},
-                )
-                self._tell("on_step_end", record)
-                last = step == self.total_steps
-                if self.eval_loader and (last or (train.eval.eval_steps and step % train.eval.eval_steps == 0)):
-                    self._tell("on_eval_end", step, self.evaluate())
-                if train.checkpoint.save_steps > 0 and (last or step % train.checkpoint.save_steps == 0):
-                    self._save(step)
+            with (interruption or Interruption()).signals() as interruption:
+                self._run(interruption)
         finally:
             self._tell("on_train_end")
+            self.checkpointer.close()
         self.ranks.leave()
+        return self.stopped_by
+
+    def _run(self, interruption: Interruption) -> None:
+        train, first = self.config.train, self.progress.step
+        batches = iter(self.loader)
+        self._tell("on_train_begin", self.total_steps, first)
+        sampler = self.loader.batch_sampler
+        for step in range(first + 1, self.total_steps + 1):
+            self.checkpointer.check()
+            begin = time.perf_counter()
+            micro_batches = self._next(batches)
+            report = self.model.train_step(micro_batches, self.checkpointer.before_update)
+            self.platform.synchronize()
+            elapsed = time.perf_counter() - begin
+            (step_tokens,) = self.ranks.total(sum(int(batch["attention_mask"].sum()) for batch in micro_batches))
+            epoch = sampler.position_at(step - 1).epoch
+            self.progress = Progress(step, epoch, self.progress.consumed_tokens + int(step_tokens))
+            # A signal may have reached any of the ranks; all leave after the same step.
+            peak_memory, self.stopped_by = map(int, self.ranks.largest(self.platform.peak_memory(), interruption.requested))
+            record = StepRecord(
+                step=step,
+                epoch=epoch,
+                loss=report.loss,
+                grad_norm=report.grad_norm,
+                lr=report.lr,
+                step_time=elapsed,
+                tokens_per_second=step_tokens / elapsed,
+                peak_memory=peak_memory,
+                num_targets=report.num_targets,
+                consumed_samples=sampler.samples_before(step),
+                consumed_tokens=self.progress.consumed_tokens,
+                extra={**report.extra, **self._utilisation(step_tokens / elapsed)},
+            )
+            self._tell("on_step_end", record)
+            ends = step == self.total_steps or self.stopped_by > 0
+            if self.eval_loader and (step == self.total_steps or (train.eval.eval_steps and step % train.eval.eval_steps == 0)):
+                self._tell("on_eval_end", step, self.evaluate())
+            if train.checkpoint.save_steps > 0 and (ends or step % train.checkpoint.save_steps == 0):
+                self.checkpointer.save(self.progress, self.loader)
+            if self.stopped_by:
+                self.checkpointer.drain()
+                self._say(f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {self.total_steps}")
+                return
+
+    def _resume(self, directory: Path) -> None:
+        """Take up the run that wrote ``directory`` (whose weights the model has loaded)."""
+        self.progress = load_progress(directory)
+        if self.progress.step > self.total_steps:
+            raise ValueError(
+                f"{directory} is {self.progress.step} steps into its run, this one ends after {self.total_steps}: raise "
+                "train.max_steps, or start from the weights alone with model.weights_path"
+            )
+        notes = [
+            load_position(directory, self.loader, self.progress.step),
+            load_rng(directory, self.ranks.rank, self.platform),
+        ]
+        for note in dict.fromkeys(note for part in self.ranks.gather(notes) for note in part if note):
+            self._say(note)
+        self.checkpointer.loaded = directory
+        self._say(f"resumed from {directory}, after step {self.progress.step} of {self.total_steps}")
 
     def evaluate(self) -> EvalReport:
         """One pass over ``data.eval_path``, all ranks together."""
@@ -111,12 +150,6 @@ class Trainer:
 
     def _next(self, batches: Iterator[Batch]) -> list[Batch]:
         return [next(batches) for _ in range(self.micro_batches)]
-
-    def _save(self, step: int) -> None:
-        if self.config.train.checkpoint.save_hf_weights:
-            path = self.output_dir / f"step_{step}" / "hf_ckpt"
-            self.model.export_hf(path)
-            self._say(f"weights after step {step}: {path}")
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
         logging = self.config.train.logging
@@ -129,7 +162,7 @@ class Trainer:
         train = self.config.train
         callbacks: list[Callback] = []
         if self.ranks.is_main:
-            callbacks += [MetricsFile(self.output_dir), Progress(train.logging)]
+            callbacks += [MetricsFile(self.output_dir), ProgressBar(train.logging)]
             if train.tensorboard.enabled:
                 callbacks.append(TensorBoard(train.tensorboard))
         if train.debug.gc_steps:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 
 from qwen3vl_functional import (
@@ -23,12 +23,15 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
+from qwen3vl_functional.optim import AdamWState, learning_rate
 from qwen3vl_functional.sharding import layouts, local_view, place
-from qwen3vl_functional.spec import count, leaves, split_frozen
+from qwen3vl_functional.spec import count, leaves, split_frozen, to_tensordict
 
 from ...config import Config, OptimizerConfig, Topology
+from ...core.distributed_checkpoint.chunks import ChunkedTensors, Part, hugging_face_directory, is_checkpoint
+from ...core.distributed_checkpoint.optimizer import Moment, ParamGroup, StoredMoments
 from ...data.spec import DataSpec
-from ...trainer.adapter import Batch, EvalReport, StepReport
+from ...trainer.adapter import Batch, EvalReport, ModelState, StepReport
 from .architecture import resolve
 
 
@@ -63,24 +66,29 @@ class Qwen3VLMoeAdapter:
         layouts(param_specs(self.architecture), asdict(topology))
         _replicated(self.config, topology.data_parallel_size)
 
-    def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None) -> str:
+    def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None, resume: Path | None = None) -> str:
         config, cfg = self.config, self.architecture
         replicated = _replicated(config, 1 if mesh is None else mesh["dp_replicate"].size() * mesh["dp_shard"].size())
         self.device, self.placement = device, place(param_specs(cfg), mesh, replicated=replicated)
-        if config.model.weights_path is None:
+        weights = resume or config.model.weights_path
+        if weights is None:
             params = init_params(param_specs(cfg), seed=config.train.seed, device=device, placement=self.placement)
         else:
+            source = ChunkedTensors(Path(weights)) if is_checkpoint(Path(weights)) else weights
             layout = config.model.expert_layout
-            params = load_params(config.model.weights_path, cfg, device=device, expert_layout=layout, placement=self.placement)
+            params = load_params(source, cfg, device=device, expert_layout=layout, placement=self.placement)
         self.state = init_state(params, cfg, frozen=self.frozen)
-        optimizer = optimizer_settings(config.train.optimizer, total_steps)
-        self._train_step = make_train_step(cfg, optimizer, self.recipe, frozen=self.frozen, placement=self.placement)
+        if resume is not None:
+            self.state = self.state._replace(opt_state=self._load_moments(resume))
+        self.optimizer = optimizer_settings(config.train.optimizer, total_steps)
+        self._train_step = make_train_step(cfg, self.optimizer, self.recipe, frozen=self.frozen, placement=self.placement)
         self._eval_step = make_eval_step(cfg, self.recipe, placement=self.placement)
         return self._describe()
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepReport:
+    def train_step(self, micro_batches: Sequence[Batch], before_update: Callable[[], None]) -> StepReport:
         assert self.state is not None
-        self.state, metrics = self._train_step(self.state, [self._to_device(batch) for batch in micro_batches])
+        batches = [self._to_device(batch) for batch in micro_batches]
+        self.state, metrics = self._train_step(self.state, batches, before_update)
         extra = {} if metrics.load_balance is None else {"load_balance": float(metrics.load_balance)}
         return StepReport(float(metrics.loss), float(metrics.grad_norm), metrics.lr, metrics.num_targets, extra)
 
@@ -89,17 +97,54 @@ class Qwen3VLMoeAdapter:
         metrics = self._eval_step(self.state.params, self._to_device(batch))
         return EvalReport(float(metrics.loss_sum), metrics.num_targets, metrics.num_answers, metrics.num_correct)
 
-    def export_hf(self, directory: Path) -> None:
+    def snapshot(self) -> ModelState:
         assert self.state is not None
+        params, (exp_avg, exp_avg_sq, step) = self.state
+        parts = {}
+        for path, leaf in leaves(params.to_dict()):
+            offsets = tuple(part.start for part in self.placement.part(path)) or (0,) * leaf.ndim
+            parts[path] = Part(local_view(leaf).detach(), offsets, tuple(leaf.shape))
+        moments = [{path: local_view(leaf) for path, leaf in leaves(tree.to_dict())} for tree in (exp_avg, exp_avg_sq)]
+        rates = {"lr": learning_rate(self.optimizer, step), "initial_lr": self.optimizer.lr}
+        same = {**rates, "betas": self.optimizer.betas, "eps": self.optimizer.eps}
+        decays = (self.optimizer.weight_decay, 0.0)
+        groups = [ParamGroup(names, {"weight_decay": decay, **same}) for names, decay in zip(self._groups(), decays, strict=True)]
+        return ModelState(parts, moments[0], moments[1], step, groups)
+
+    def export_hf(self, tensors: ChunkedTensors, directory: Path) -> None:
         model, data = self.config.model, self.config.data
         save_params(
-            self.state.params,
+            tensors,
             self.architecture,
             directory,
-            source=model.weights_path,
+            source=hugging_face_directory(model.weights_path) if model.weights_path is not None else None,
             companions=[path for path in (model.tokenizer_path, data.processor_path) if path is not None],
-            write=self.placement.mesh is None or dist.get_rank() == 0,
         )
+
+    def _groups(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the trained parameters: decayed, not decayed."""
+        specs = param_specs(self.architecture)
+        flat, (trainable, _) = dict(leaves(specs)), split_frozen(specs, self.frozen)
+        return tuple(path for path in trainable if flat[path].decay), tuple(path for path in trainable if not flat[path].decay)
+
+    def _load_moments(self, directory: Path) -> AdamWState:
+        tensors = ChunkedTensors(directory)
+        specs = dict(leaves(param_specs(self.architecture)))
+        if turned := [path for path, spec in specs.items() if tensors.shape_of[path] != spec.shape]:
+            raise ValueError(
+                f"{directory} holds its experts transposed ({turned[0]}): start from its weights alone, set "
+                "model.weights_path to it instead of train.checkpoint.load_path"
+            )
+        moments = StoredMoments(tensors, self._groups())
+
+        def load(moment: Moment) -> TensorDict:
+            flat = {}
+            for path in (path for group in self._groups() for path in group):
+                local = moments.read(moment, path, self.placement.part(path)).to(self.device, torch.float32, copy=True)
+                flat[path] = self.placement.wrap(path, local.contiguous())
+            return to_tensordict({path: flat[path] for path in specs if path in flat})
+
+        return AdamWState(load("exp_avg"), load("exp_avg_sq"), moments.step)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}

@@ -9,6 +9,7 @@ from qwen3vl_functional import Qwen3VLMoeConfig
 from qwen3vl_functional.hf import read_config_dict
 
 from ...config import Config
+from ...core.distributed_checkpoint.chunks import hugging_face_directory
 
 SIZE_KEYS = (
     "num_hidden_layers",
@@ -35,11 +36,13 @@ def resolve(config: Config) -> Qwen3VLMoeConfig:
     text |= overrides.pop("text_config", None) or {}
     vision = dict(overrides.pop("vision_config", None) or {})
 
-    if config.model.weights_path is None:
+    weights = config.model.weights_path
+    described = hugging_face_directory(weights) if weights is not None else None
+    if described is None:
         ids = {"image_token_id": config.data.image_token_id, "video_token_id": config.data.video_token_id}
         raw: dict[str, Any] = {**ids, "text_config": {}, "vision_config": {}}
     else:
-        raw = read_config_dict(config.model.weights_path)
+        raw = read_config_dict(described)
     published = Qwen3VLMoeConfig()
     base_vision = raw.get("vision_config") or {}
     if "hidden_size" in text:
@@ -53,5 +56,5 @@ def resolve(config: Config) -> Qwen3VLMoeConfig:
     if not vl:
         # Without a tower the ids of image tokens mean nothing and need not fit the vocabulary.
         published = dataclasses.replace(published, vision=None)
-    source = "model" if config.model.weights_path is None else f"model (over {config.model.weights_path}/config.json)"
+    source = "model" if described is None else f"model (over {described}/config.json)"
     return Qwen3VLMoeConfig.from_dict(merged, base=published, source=source)

@@ -1,0 +1,1 @@
+"""What the Trainer's parts share."""

@@ -1,0 +1,435 @@
+"""The ``step_<N>`` directories of a run: written whole or not at all, checked before they are read, and resumed from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import Config
+from ..core.distributed_checkpoint.chunks import GLOBAL_METADATA, HF_WEIGHTS, ChunkedTensors, rank_metadata, tensor_file
+from ..core.distributed_checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    damage,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
+from ..core.distributed_checkpoint.metadata import Metadata, merge, metadata_bytes
+from ..core.distributed_checkpoint.optimizer import optimizer_file, optimizer_state_dict
+from ..core.distributed_checkpoint.storage import flush_directory, read_pt, write_bytes, write_pt, write_tensors
+from ..data.loader import ResumableLoader, sampler_state
+from ..data.sampler import Position
+from ..platform import Platform
+from .adapter import ModelAdapter, ModelState
+from .distributed import Ranks
+
+EXTRA_STATE = "extra_state.json"
+SCHEDULER = "scheduler.pt"
+LATEST = "latest"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint was not written; the run's state and earlier checkpoints are as they were."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: optimizer steps, epochs and tokens taken."""
+
+    step: int = 0
+    epoch: int = 0
+    consumed_tokens: int = 0
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def find(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """The directory that ``load_path`` names, checked by all ranks together; None to start afresh.
+
+    ``latest`` is the newest whole one in ``output_dir``; damaged ones are reported and passed over. Raises ValueError, on every
+    rank, for a checkpoint that is missing, unfinished or damaged, with the files and what is wrong with them.
+    """
+    load_path, output_dir = config.train.checkpoint.load_path, Path(config.train.checkpoint.output_dir)
+    weights = config.model.weights_path
+    if load_path is None:
+        if weights is not None and (Path(weights) / MANIFEST).exists() and (found := problems(Path(weights), ranks)):
+            raise ValueError(f"model.weights_path = {weights} cannot be loaded: {'; '.join(found)}")
+        return None
+    if load_path != LATEST:
+        directory = Path(load_path)
+        if found := problems(directory, ranks):
+            raise ValueError(f"train.checkpoint.load_path = {directory} cannot be resumed from: {'; '.join(found)}")
+        return directory
+    candidates: list[Path] = ranks.gather(newest_first(output_dir) if ranks.is_main else [])[0]
+    for directory in candidates:
+        if not (found := problems(directory, ranks)):
+            return directory
+        say(f"{directory} is passed over: {'; '.join(found)}")
+    raise ValueError(
+        f"train.checkpoint.load_path = latest: {output_dir} holds no whole step_<N> directory "
+        f"({len(candidates)} damaged); to start afresh, set it to null"
+    )
+
+
+def newest_first(output_dir: Path) -> list[Path]:
+    """The ``step_<N>`` directories of a run, by the time they were finished, then by number."""
+
+    def age(directory: Path) -> tuple[str, int]:
+        try:
+            manifest = read_manifest(directory)
+        except ValueError:
+            manifest = None
+        return (manifest.saved_at if manifest else "", step_number(directory))
+
+    directories = output_dir.iterdir() if output_dir.is_dir() else ()
+    return sorted((path for path in directories if path.is_dir() and _STEP.fullmatch(path.name)), key=age, reverse=True)
+
+
+def step_number(directory: Path) -> int:
+    """N of ``step_<N>``."""
+    match = _STEP.fullmatch(directory.name)
+    assert match is not None, directory
+    return int(match[1])
+
+
+def problems(directory: Path, ranks: Ranks) -> list[str]:
+    """Why a directory cannot be resumed from, a sentence each; ranks share the reading of the files."""
+    mine = []
+    try:
+        if not directory.is_dir():
+            raise ValueError(f"{directory} does not exist")
+        manifest = read_manifest(directory)
+        if manifest is None:
+            _check_without_manifest(directory)
+        else:
+            names = [name for name in manifest.files if not name.startswith(f"{HF_WEIGHTS}/")]
+            by_size = sorted(names, key=lambda name: manifest.files[name].size)
+            mine = damage(directory, manifest.files, by_size[ranks.rank :: ranks.world_size])
+    except (ValueError, OSError) as error:
+        mine = [str(error)]
+    return list(dict.fromkeys(problem for part in ranks.gather(mine) for problem in part))
+
+
+def _check_without_manifest(directory: Path) -> None:
+    """What can be said of a checkpoint that another Trainer wrote: all files are there and their headers are right."""
+    if not (directory / EXTRA_STATE).exists():
+        raise ValueError(
+            f"{directory / EXTRA_STATE} is missing: the save was not finished, or this is no step_<N> directory (for weights "
+            "alone, set model.weights_path to it)"
+        )
+    tensors = ChunkedTensors(directory)
+    for file in tensors.files:
+        rank = re.fullmatch(r"_rank(\d+)_\.safetensors", file)
+        names = [file, *([optimizer_file(int(rank[1]))] if rank else [])]
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            raise ValueError(f"{directory / missing[0]} is missing")
+    for name in tensors.shape_of:
+        tensors.read(name, tuple(slice(0, 0) for _ in tensors.shape_of[name]))
+
+
+def load_progress(directory: Path) -> Progress:
+    """How far the run had come that wrote a checkpoint."""
+    path = directory / EXTRA_STATE
+    try:
+        extra = json.loads(path.read_text())
+        step, epoch = int(extra["global_step"]), int(extra["epoch"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}") from None
+    manifest = read_manifest(directory)
+    return Progress(step, epoch, manifest.consumed_tokens if manifest else 0)
+
+
+def load_position(directory: Path, loader: ResumableLoader, step: int) -> str | None:
+    """Move the loader to where the run was; returns what there is to say, if anything.
+
+    The position is one for all ranks. Another Trainer's loader is in its own order: then the loader goes to where this
+    Trainer is after as many steps.
+    """
+    state = read_pt(directory / "dataloader_rank0.pt")
+    try:
+        sampler_state(state)
+    except ValueError:
+        loader.batch_sampler.seek(Position(*loader.batch_sampler.position_at(step)))
+        return f"{directory} holds another Trainer's data position: data go on where step {step} of this Trainer ends"
+    loader.load_state_dict(state)
+    return None
+
+
+def load_rng(directory: Path, rank: int, platform: Platform) -> str | None:
+    """Restore this rank's generators; returns what there is to say, if anything (a rank that was not there has none)."""
+    path, extra_path = directory / f"rng_rank{rank}.pt", directory / f"rng_extra_rank{rank}.pt"
+    if not path.exists():
+        return f"{directory} was written by fewer ranks: rank {rank} starts its random numbers from train.seed"
+    torch.set_rng_state(read_pt(path))
+    if extra_path.exists():
+        extra = read_pt(extra_path)
+        version, words, gauss = extra["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = extra["numpy"]
+        np.random.set_state((name, keys.numpy().view(np.uint32), position, has_gauss, cached))
+        if extra["device"] is not None:
+            platform.set_rng_state(extra["device"])
+    return None
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What this rank writes for one step."""
+
+    progress: Progress
+    model: ModelState
+    rng: torch.Tensor
+    rng_extra: dict[str, Any]
+    loader: dict[str, Any]
+
+
+_Written = tuple[Metadata, dict[str, FileRecord]]  # what a rank tells of its files
+
+
+class Checkpointer:
+    """Saves a run. With ``save_async`` the tensors are copied while the next step computes its gradients (``before_update``
+    waits for the copy), and files are written in the background, one checkpoint at a time.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, platform: Platform, model: ModelAdapter, say: Callable[[str], None]) -> None:
+        self.config, self.settings = config, config.train.checkpoint
+        self.output_dir = Path(self.settings.output_dir)
+        self.ranks, self.platform, self.model, self.say = ranks, platform, model, say
+        self.loaded: Path | None = None
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        if ranks.is_main:
+            recover(self.output_dir)
+        ranks.gather(None)  # nobody looks for checkpoints before that is done
+
+    def save(self, progress: Progress, loader: ResumableLoader) -> None:
+        """Write ``step_<N>``; all ranks call it. Raises SaveError, on every rank, unless the run is to go on without it."""
+        self.drain()
+        snapshot = _Snapshot(
+            progress,
+            self.model.snapshot(),
+            torch.get_rng_state(),
+            {"python": _python_rng(), "numpy": _numpy_rng(), "device": self.platform.rng_state()},
+            loader.state_dict(),
+        )
+        if not self.settings.save_async:
+            self._report(lambda: self._write(snapshot))
+            return
+        self._copied.clear()
+        self._pending = self._background.submit(self._copy_and_write, snapshot)
+
+    def before_update(self) -> None:
+        """Wait until a snapshot in the making no longer needs the tensors that an update changes."""
+        self._copied.wait()
+
+    def check(self) -> None:
+        """Report a save in the background that has ended."""
+        if self._pending is not None and self._pending.done():
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for a save in the background, and report it."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._report(pending.result)
+
+    def close(self) -> None:
+        """Finish what is being written; its outcome is reported."""
+        try:
+            self.drain()
+        finally:
+            self._background.shutdown()
+
+    def _report(self, outcome: Callable[[], None]) -> None:
+        try:
+            outcome()
+        except SaveError as error:
+            if self.settings.on_save_error == "stop":
+                raise
+            self.say(f"{error}; the run goes on (train.checkpoint.on_save_error = continue)")
+
+    def _copy_and_write(self, snapshot: _Snapshot) -> None:
+        try:
+            snapshot = replace(snapshot, model=snapshot.model.copy())
+        finally:
+            self._copied.set()
+        self._write(snapshot)
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        """Three rounds: an empty directory, every rank's files, what exists once and the renaming. Each ends for all ranks
+        alike, in success or in SaveError."""
+        begin = time.perf_counter()
+        step, rank = snapshot.progress.step, self.ranks.rank
+        target = self.output_dir / f"step_{step}"
+        partial = target.with_name(target.name + ".partial")
+        try:
+            self._together(target, lambda: _make_empty(partial) if self.ranks.is_main else None)
+            mine = self._together(target, lambda: _write_rank(partial, rank, snapshot))
+            self._together(target, lambda: self._commit(partial, target, snapshot, mine) if self.ranks.is_main else None)
+        except SaveError:
+            if self.ranks.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self.say(f"saved {target} in {time.perf_counter() - begin:.1f} s")
+
+    def _together(self, target: Path, action: Callable[[], Any]) -> list[Any]:
+        """Run one round on all ranks; their results, or SaveError on all of them."""
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever fails on one rank must end the round on all
+            failure = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+        outcomes = self.ranks.gather((result, failure))
+        if failures := [failure for _, failure in outcomes if failure is not None]:
+            raise SaveError(f"{target} was not saved: {'; '.join(failures)} ({_free_space(self.output_dir)})")
+        return [result for result, _ in outcomes]
+
+    def _commit(self, partial: Path, target: Path, snapshot: _Snapshot, parts: list[_Written]) -> None:
+        progress = snapshot.progress
+        write_bytes(partial / GLOBAL_METADATA, metadata_bytes(merge({rank: part for rank, (part, _) in enumerate(parts)})))
+        write_pt(partial / SCHEDULER, _scheduler_state(snapshot.model))
+        extra = {"global_step": progress.step, "epoch": progress.epoch}
+        write_bytes(partial / EXTRA_STATE, json.dumps(extra).encode())
+        if self.settings.save_hf_weights:
+            self.model.export_hf(ChunkedTensors(partial), partial / HF_WEIGHTS)
+        files = {name: record for _, records in parts for name, record in records.items()}
+        once = [partial / name for name in (GLOBAL_METADATA, SCHEDULER, EXTRA_STATE)]
+        once += sorted(path for path in (partial / HF_WEIGHTS).rglob("*") if path.is_file())
+        files |= {path.relative_to(partial).as_posix(): record_file(path) for path in once}
+        manifest = Manifest(
+            step=progress.step,
+            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            world_size=self.ranks.world_size,
+            topology=asdict(self.ranks.topology),
+            consumed_tokens=progress.consumed_tokens,
+            config=asdict(self.config),
+            files=files,
+        )
+        write_manifest(partial, manifest)
+        flush_directory(partial)
+        put_in_place(partial, target)
+        self._retire(target)
+
+    def _retire(self, saved: Path) -> None:
+        """Delete what ``keep_last`` does not keep: never what was just saved or loaded, nor what another Trainer wrote."""
+        if self.settings.keep_last is None:
+            return
+        ours = [path for path in newest_first(self.output_dir) if (path / MANIFEST).exists()]
+        for path in ours[self.settings.keep_last :]:
+            if path != saved and (self.loaded is None or path.resolve() != self.loaded.resolve()):
+                doomed = path.with_name(path.name + ".partial")  # half a deletion must not look like a checkpoint
+                try:
+                    path.rename(doomed)
+                    shutil.rmtree(doomed)
+                except OSError as error:
+                    self.say(f"{path} could not be deleted (train.checkpoint.keep_last): {error}")
+
+
+def _write_rank(directory: Path, rank: int, snapshot: _Snapshot) -> _Written:
+    """Write this rank's files; the metadata of its chunks and the files' records."""
+    model = snapshot.model
+    metadata = rank_metadata(rank, model.params)
+    optimizer = optimizer_state_dict(model.groups, model.exp_avg, model.exp_avg_sq, model.step)
+    files: dict[str, Callable[[Path], None]] = {
+        tensor_file(rank): lambda path: write_tensors(path, {name: part.tensor for name, part in model.params.items()}),
+        optimizer_file(rank): lambda path: write_pt(path, optimizer),
+        f"{rank}.metadata": lambda path: write_bytes(path, metadata_bytes(metadata)),
+        f"rng_rank{rank}.pt": lambda path: write_pt(path, snapshot.rng),
+        f"rng_extra_rank{rank}.pt": lambda path: write_pt(path, snapshot.rng_extra),
+        f"dataloader_rank{rank}.pt": lambda path: write_pt(path, snapshot.loader),
+    }
+
+    def write(name: str) -> FileRecord:
+        files[name](directory / name)
+        return record_file(directory / name)
+
+    with ThreadPoolExecutor(2) as pool:  # one file is written while the disk takes in another
+        return metadata, dict(zip(files, pool.map(write, files), strict=True))
+
+
+def recover(output_dir: Path) -> None:
+    """Clear up after a run that was killed while saving: what was being replaced comes back, what was unfinished goes."""
+    for old in output_dir.glob("step_*.old"):
+        target = old.with_suffix("")
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+    for partial in output_dir.glob("step_*.partial"):
+        shutil.rmtree(partial)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Give a finished directory its name. One that stands there is kept until then (``recover`` knows the moment between)."""
+    old, replaced = target.with_name(target.name + ".old"), target.exists()
+    if replaced:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except OSError:
+        if replaced:
+            os.rename(old, target)
+        raise
+    flush_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_empty(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _scheduler_state(model: ModelState) -> dict[str, Any]:
+    """The ``state_dict`` of torch's LambdaLR after as many steps."""
+    rates = [group.options["lr"] for group in model.groups]
+    return {
+        "base_lrs": [group.options["initial_lr"] for group in model.groups],
+        "last_epoch": model.step,
+        "_step_count": model.step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": rates,
+        "lr_lambdas": [None] * len(rates),
+    }
+
+
+def _python_rng() -> tuple[int, list[int], float | None]:
+    version, words, gauss = random.getstate()
+    return version, list(words), gauss
+
+
+def _numpy_rng() -> tuple[str, torch.Tensor, int, int, float]:
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return str(name), torch.from_numpy(np.asarray(keys).view(np.int32)), int(position), int(has_gauss), float(cached)
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 2**20:,.0f} MiB free in {directory}"
+    except OSError as error:
+        return str(error)
