@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 PLATFORM_VARIABLE = "HYPER_PARALLEL_PLATFORM"
+REPORTED_VARIABLE = "HYPER_PARALLEL_BROKEN_NPU_REPORTED"
 
 
 class Platform:
@@ -27,8 +28,11 @@ class Platform:
         """This process's device, made current."""
         if self._module is None:
             return torch.device("cpu")
-        if local_rank >= self._module.device_count():
-            raise ValueError(f"local rank {local_rank} has no {self.device_type} device: {self._module.device_count()} visible")
+        if not 0 <= local_rank < self._module.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no {self.device_type} device, {self._module.device_count()} are visible: "
+                "start one process a device, or make more of them visible"
+            )
         self._module.set_device(local_rank)
         return torch.device(self.device_type, local_rank)
 
@@ -53,6 +57,16 @@ class Platform:
         random.seed(seed)
         torch.manual_seed(seed)
 
+    def rng_state(self) -> torch.Tensor | None:
+        """State of the current device's generator, bytes on the CPU; None on a CPU, which has only torch's global one."""
+        return None if self._module is None else self._module.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put back what ``rng_state`` returned on the same kind of device."""
+        if self._module is None:
+            raise ValueError("a CPU has no generator of its own: this state was saved on another kind of device")
+        self._module.set_rng_state(state)
+
 
 def _process_peak() -> int:
     """Bytes of memory this process has held at most. getrusage alone would count what its parent held before exec."""
@@ -75,12 +89,19 @@ def detect() -> Platform:
 
 
 def _npu_available() -> bool:
-    """Whether torch_npu is installed and works; a broken CANN installation (ImportError or OSError) is reported."""
+    """Whether torch_npu is installed and works; what is installed and broken is reported in one line."""
     try:
         import torch_npu  # pyright: ignore[reportMissingImports]  # noqa: F401
-    except ModuleNotFoundError:
-        return False
     except (ImportError, OSError) as error:
-        print(f"torch_npu is installed but does not load, NPUs are not used: {error}", file=sys.stderr)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch_npu":
+            return False
+        _report(f"torch_npu is installed but does not load, NPUs are not used: {' '.join(str(error).split())}")
         return False
     return torch.npu.is_available()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _report(message: str) -> None:
+    """Print once a machine: by local rank 0, unless the process that started it has; the mark is inherited."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not os.environ.get(REPORTED_VARIABLE):
+        os.environ[REPORTED_VARIABLE] = "1"
+        print(message, file=sys.stderr)

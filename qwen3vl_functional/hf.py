@@ -170,6 +170,12 @@ def _check_names(files: TensorSource, specs: Mapping[str, ParamSpec], cfg: Qwen3
             unexpected.remove("lm_head.weight")
     if cfg.vision is None:  # a text-only run takes the decoder of a vision-language checkpoint
         unexpected = [path for path in unexpected if not path.startswith("model.visual.")]
+    deeper = "model.language_model.layers."  # a shallower run takes the first layers of a deeper checkpoint
+    unexpected = [
+        path
+        for path in unexpected
+        if not (path.startswith(deeper) and int(path.removeprefix(deeper).split(".")[0]) >= cfg.text.num_hidden_layers)
+    ]
     problems = [f"missing {_some(missing)}"] if missing else []
     problems += [f"unexpected {_some(unexpected)}"] if unexpected else []
     if problems:

@@ -93,6 +93,8 @@ TRAIN = {
         "load_path": None,
         "save_hf_weights": True,
         "save_async": False,
+        "keep_last": None,
+        "on_save_error": "stop",
     },
     "logging": {
         "log_steps": 10,

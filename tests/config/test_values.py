@@ -186,7 +186,7 @@ def test_lr_min_above_lr():
         ("train.optimizer.learning", "known are type, lr, lr_min"),
         ("train.optimizer.lr_mim", "did you mean train.optimizer.lr_min?"),
         ("model.vision_parallel.dpshard", "did you mean model.vision_parallel.dp_shard?"),
-        ("train.checkpoint.keep_last", "known are output_dir, save_steps"),
+        ("train.checkpoint.retention", "known are output_dir, save_steps"),
         ("train.1", "known are max_steps"),
     ],
 )

@@ -77,9 +77,10 @@ class Qwen3VLMoeAdapter:
             source = ChunkedTensors(Path(weights)) if is_checkpoint(Path(weights)) else weights
             layout = config.model.expert_layout
             params = load_params(source, cfg, device=device, expert_layout=layout, placement=self.placement)
-        self.state = init_state(params, cfg, frozen=self.frozen)
-        if resume is not None:
-            self.state = self.state._replace(opt_state=self._load_moments(resume))
+        if resume is None:
+            self.state = init_state(params, cfg, frozen=self.frozen)
+        else:
+            self.state = TrainState(params, self._load_moments(resume))
         self.optimizer = optimizer_settings(config.train.optimizer, total_steps)
         self._train_step = make_train_step(cfg, self.optimizer, self.recipe, frozen=self.frozen, placement=self.placement)
         self._eval_step = make_eval_step(cfg, self.recipe, placement=self.placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from qwen3vl_functional import Qwen3VLMoeConfig
@@ -11,6 +12,7 @@ from qwen3vl_functional.hf import read_config_dict
 from ...config import Config
 from ...core.distributed_checkpoint.chunks import hugging_face_directory
 
+SMOKE = "examples/qwen3_vl_30b_a3b_instruct/smoke.yaml"
 SIZE_KEYS = (
     "num_hidden_layers",
     "hidden_size",
@@ -37,6 +39,11 @@ def resolve(config: Config) -> Qwen3VLMoeConfig:
     vision = dict(overrides.pop("vision_config", None) or {})
 
     weights = config.model.weights_path
+    if weights is not None and not Path(weights).is_dir():
+        raise ValueError(
+            f"model.weights_path = {weights}: no such directory; set it, here or with --model.weights_path=DIR, to one with "
+            f"config.json and safetensors files; without weights, try: python -m hyper_parallel.trainer.launch --config {SMOKE}"
+        )
     described = hugging_face_directory(weights) if weights is not None else None
     if described is None:
         ids = {"image_token_id": config.data.image_token_id, "video_token_id": config.data.video_token_id}
