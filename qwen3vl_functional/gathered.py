@@ -150,7 +150,8 @@ class GatheredWeights:
             if path in self._grads:
                 self._grads[path] += part
             else:
-                self._grads[path] = part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                shared = part.untyped_storage().nbytes() != part.nbytes  # with a collective's buffer, which is not kept
+                self._grads[path] = part.to(torch.float32, copy=shared, memory_format=torch.contiguous_format)
 
 
 class _Cut:
@@ -210,7 +211,7 @@ class _PairwiseReduction:
     """Every rank sends to every other that one's rows of its gradients, and adds up its own rows in rank order."""
 
     def __init__(self, grads: Values, cuts: Cuts, dtype: torch.dtype) -> None:
-        self.sent, self.works = [], []
+        self.cuts, self.sent, self.works = cuts, [], []
         self.parts: dict[str, list[torch.Tensor]] = {}
         for path, grad in grads.items():
             cut, grad = cuts[path], grad.to(dtype)
@@ -231,7 +232,15 @@ class _PairwiseReduction:
     def finish(self) -> Values:
         for work in self.works:
             work.wait()
-        return {path: sum(parts[1:], parts[0]) for path, parts in self.parts.items()}
+        return {path: _add_up(parts, self.cuts[path].rank) for path, parts in self.parts.items()}
+
+
+def _add_up(parts: list[torch.Tensor], own: int) -> torch.Tensor:
+    """Sum in rank order, in memory that was received into; the rank's own part still belongs to its gradient."""
+    total = torch.add(parts[0], parts[1], out=parts[1 if own == 0 else 0])
+    for part in parts[2:]:
+        total += part
+    return total
 
 
 class _FlatGather:

@@ -117,8 +117,16 @@ def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.T
     if _can_group(x_RD, weight_EDF):
         return F.grouped_mm(x_RD, weight_EDF, offs=ends_E)
     # unbind once: indexing weight[e] would write a gradient the size of all experts for each of them.
-    rows = x_RD.tensor_split(ends_E[:-1].tolist())
+    rows = x_RD.tensor_split(_values(ends_E[:-1]))
     return torch.cat([x @ w for x, w in zip(rows, weight_EDF.unbind(0), strict=True)])
+
+
+def _values(indices: torch.Tensor) -> list[int]:
+    """An integer tensor as a list. torch 2.6's ``tolist`` does not see through the wrappers of torch.func."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while functorch.is_functorch_wrapped_tensor(indices):
+        indices = functorch.get_unwrapped(indices)
+    return indices.tolist()
 
 
 def _can_group(x_RD: torch.Tensor, weight_EDF: torch.Tensor) -> bool:
