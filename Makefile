@@ -6,7 +6,7 @@ DIGITS = outputs/digits
 # `make test SLOW=1` adds the slow suites.
 MARKS = $(if $(SLOW),,-m "not slow")
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint docs clean
 
 setup: $(VENV)/.installed
 
@@ -20,13 +20,16 @@ demo: setup
 	$(BIN)/python -m hyper_parallel.trainer.launch --config examples/qwen3_vl_digits/train.yaml
 	$(BIN)/python examples/qwen3_vl_digits/read_digits.py --model $(DIGITS)/run --data $(DIGITS)
 
-test: setup lint
+test: setup lint docs
 	$(BIN)/python -m pytest $(MARKS)
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info

@@ -59,7 +59,13 @@ def inspect(directory: Path) -> int:
     if not directories:
         raise ValueError(f"{directory} neither is a checkpoint nor holds step_<N> directories")
     for number, path in enumerate(directories):
-        print(("\n" if number else "") + describe(path))
+        try:
+            text = describe(path)
+        except ValueError as error:
+            if len(directories) == 1:
+                raise
+            text = f"{path}\n  cannot be read: {error}"
+        print(("\n" if number else "") + text)
     return 0
 
 
@@ -69,7 +75,7 @@ def describe(directory: Path) -> str:
     parameters = sum(math.prod(shape) for shape in tensors.shape_of.values())
     dtypes = Counter(str(dtype).removeprefix("torch.") for dtype in tensors.dtype_of.values())
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.items())
-    sizes = Counter(dict.fromkeys(("model", "optimizer", "hf_ckpt", "other"), 0))
+    sizes: Counter[str] = Counter(dict.fromkeys(("model", "optimizer", "hf_ckpt", "other"), 0))
     for path in directory.rglob("*"):
         if path.is_file():
             sizes[_kind(path.relative_to(directory))] += path.stat().st_size
@@ -132,8 +138,11 @@ def diff(a: Path, b: Path) -> int:
         if shape != other_shape:
             print(f"{name}: {list(shape)} in {a}, {list(other_shape)} in {b}")
             continue
-        x, y = read().float(), read_other().float()
-        largest = float((x - y).abs().max()) if x.numel() else 0.0
+        x, y = read(), read_other()
+        same_bits = torch.equal(x, y)
+        x, y = x.double(), y.double()
+        difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+        largest = 0.0 if same_bits or not x.numel() else float(difference.max())
         if largest == 0.0:
             same += 1
         else:

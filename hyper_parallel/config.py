@@ -120,6 +120,7 @@ class DataConfig:
     prefetch_factor: int | None = key(None, "batches that each loader process reads ahead", valid=POSITIVE)
     pin_memory: bool = key(True, "page-locked host memory for faster copies to the device")
     max_seq_len: int = key(2048, "tokens per sample", valid=POSITIVE)
+    packing: bool = key(False, "fill max_seq_len with several samples, which stay apart; batch sizes then count packs")
     text_key: str = key("text", "column with plain text")
     image_key: str = key("image", "column with images")
     messages_key: str = key("messages", "column with conversations")

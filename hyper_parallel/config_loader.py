@@ -88,7 +88,7 @@ def read_yaml_file(path: str) -> dict[str, Any]:
     if tree is None:
         raise ConfigError(f"the configuration file {path} is empty")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping with the keys model, data and train, got {_show(tree)}")
+        raise ConfigError(f"{path}: expected a mapping with the keys model, data and train, got {show_value(tree)}")
     return tree
 
 
@@ -134,7 +134,7 @@ def _options(argv: Sequence[str]) -> Iterable[tuple[str, str]]:
 def _override(tree: Any, keys: list[str], value: Any, overridden: set[str], prefix: str = "") -> dict[str, Any]:
     """``tree`` with one value replaced; adds to ``overridden`` the first path that the tree did not have."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"{prefix} = {_show(tree)} holds no keys: cannot set {prefix}.{'.'.join(keys)} on {COMMAND_LINE}")
+        raise ConfigError(f"{prefix} = {show_value(tree)} holds no keys: cannot set {prefix}.{'.'.join(keys)} on {COMMAND_LINE}")
     first, *rest = keys
     path = f"{prefix}.{first}" if prefix else first
     if rest and tree.get(first) is not None:
@@ -154,7 +154,7 @@ def _read_section(section: type, tree: Any, path: str, source: Source) -> Any:
     if tree is None:
         tree = {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path or 'root'} = {_show(tree)}: expected a mapping (in {source.of(path)})")
+        raise ConfigError(f"{path or 'root'} = {show_value(tree)}: expected a mapping (in {source.of(path)})")
     prefix = f"{path}." if path else ""
     declared = {f.name: f for f in fields(section)}
     old_names = {f.metadata["old_name"]: f.name for f in declared.values() if f.metadata.get("old_name")}
@@ -195,11 +195,11 @@ def _read_value(declared: Field[Any], hint: Any, value: Any, path: str, source: 
     try:
         converted = _convert(value, hint)
     except TypeError:
-        expected = _describe(hint)
-        raise ConfigError(f"{path} = {_show(value)}: expected {expected} (in {source.of(path)})") from None
+        expected = describe_type(hint)
+        raise ConfigError(f"{path} = {show_value(value)}: expected {expected} (in {source.of(path)})") from None
     rule = meta["valid"]
     if rule is not None and converted is not None and not rule.holds(converted):
-        raise ConfigError(f"{path} = {_show(value)}: must be {rule.text} (in {source.of(path)})")
+        raise ConfigError(f"{path} = {show_value(value)}: must be {rule.text} (in {source.of(path)})")
     return converted
 
 
@@ -210,8 +210,8 @@ def _check_unsupported(value: Any, accepts: tuple[Any, ...], path: str, source: 
                 return
         elif type(value) is type(accepted) and value == accepted:
             return
-    only = " or ".join(_show(accepted) for accepted in accepts)
-    raise ConfigError(f"{path} = {_show(value)}: not supported by this Trainer (only {only}) (in {source.of(path)})")
+    only = " or ".join(show_value(accepted) for accepted in accepts)
+    raise ConfigError(f"{path} = {show_value(value)}: not supported by this Trainer (only {only}) (in {source.of(path)})")
 
 
 def _unknown_key(name: Any, prefix: str, siblings: Iterable[str], source: Source) -> ConfigError:
@@ -273,11 +273,11 @@ def _convert_free(value: Any) -> Any:
     return float(value) if isinstance(value, str) and EXPONENT_NUMBER.fullmatch(value) else value
 
 
-def _describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type in the words of an error message."""
     origin, args = get_origin(hint), get_args(hint)
     if _is_optional(hint):
-        return " or ".join(_describe(kind) for kind in args if kind is not NoneType) + " or null"
+        return " or ".join(describe_type(kind) for kind in args if kind is not NoneType) + " or null"
     if origin is Literal:
         choices = ", ".join(args)
         return f"one of {choices}" if len(args) > 1 else f"{choices}, the only choice"
@@ -291,10 +291,10 @@ def _describe(hint: Any) -> str:
 
 
 def _plural(hint: Any) -> str:
-    return f"{_describe(hint).partition(' ')[2]}s"
+    return f"{describe_type(hint).partition(' ')[2]}s"
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A value as YAML would spell it, on one line."""
     try:
         return json.dumps(value, ensure_ascii=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 PLATFORM_VARIABLE = "HYPER_PARALLEL_PLATFORM"
@@ -53,8 +54,9 @@ class Platform:
         return _process_peak()
 
     def seed(self, seed: int) -> None:
-        """Seed Python's and torch's generators, all devices included."""
+        """Seed Python's, numpy's and torch's generators, all devices included."""
         random.seed(seed)
+        np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor | None:

@@ -233,13 +233,8 @@ def save_params(
     transformers 5 would load them transposed.
     """
     directory = Path(directory)
+    refuse_square_experts(cfg)
     specs = dict(leaves(param_specs(cfg)))
-    for path, spec in specs.items():
-        if spec.dims[0] == "experts" and spec.shape[1] == spec.shape[2]:
-            raise ValueError(
-                f"{path} is square {list(spec.shape)}: transformers 5 takes the layout of experts from their "
-                "shape and would silently load this export transposed; it is not written"
-            )
     for origin in (source, *companions):
         if origin is not None and not Path(origin).is_dir():
             raise ValueError(f"{origin} is not a directory; its tokenizer and processor files cannot be copied")
@@ -284,6 +279,16 @@ def save_params(
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _replace_directory(partial, directory)
     return directory
+
+
+def refuse_square_experts(cfg: Qwen3VLMoeConfig) -> None:
+    """Raise ValueError for a model that cannot be exported, because its experts fit both layouts."""
+    for path, spec in leaves(param_specs(cfg)):
+        if spec.dims[0] == "experts" and spec.shape[1] == spec.shape[2]:
+            raise ValueError(
+                f"{path} is square {list(spec.shape)}: transformers 5 takes the layout of experts from their "
+                "shape and would silently load this export transposed; it is not written"
+            )
 
 
 def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, str]:

@@ -17,11 +17,11 @@ def moe_specs(cfg: TextConfig) -> SpecTree:
     """Router and experts of one layer; expert tensors lie as on the hub, ``x @ W``, gate half first."""
     std, embed, width = cfg.initializer_range, cfg.hidden_size, cfg.moe_intermediate_size
     return {
-        "gate": {"weight": weight((cfg.num_experts, embed), ("router", "embed"), std)},
         "experts": {
             "gate_up_proj": weight((cfg.num_experts, embed, 2 * width), ("experts", "embed", "gate_up"), std),
             "down_proj": weight((cfg.num_experts, width, embed), ("experts", "expert_mlp", "embed"), std),
         },
+        "gate": {"weight": weight((cfg.num_experts, embed), ("router", "embed"), std)},
     }
 
 

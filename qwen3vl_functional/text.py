@@ -71,10 +71,10 @@ def dense_mlp(params: Params, x_TD: torch.Tensor, groups: Groups) -> torch.Tenso
 def decoder_layer_specs(cfg: TextConfig, layer: int) -> SpecTree:
     """One decoder layer; whether it has experts depends on its index."""
     return {
-        "input_layernorm": {"weight": scale(cfg.hidden_size, "embed")},
         "self_attn": self_attention_specs(cfg),
-        "post_attention_layernorm": {"weight": scale(cfg.hidden_size, "embed")},
         "mlp": moe_specs(cfg) if cfg.is_moe_layer(layer) else dense_mlp_specs(cfg),
+        "input_layernorm": {"weight": scale(cfg.hidden_size, "embed")},
+        "post_attention_layernorm": {"weight": scale(cfg.hidden_size, "embed")},
     }
 
 

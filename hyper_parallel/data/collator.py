@@ -16,13 +16,18 @@ _PADDING = {"input_ids": _PAD_ID, "labels": IGNORE_INDEX, "attention_mask": 0, "
 _CONCATENATED = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
-def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+Sample = dict[str, Tensor]
+
+
+def collate(samples: Sequence[Sample | Sequence[Sample]]) -> Sample:
     """``input_ids``, ``labels``, ``attention_mask``, ``mm_token_type_ids`` (B, T) int64, padded on the right.
 
     ``pixel_values`` (P, C) fp32 and ``image_grid_thw`` (N, 3) int64 are concatenated in batch order, and so are
     ``pixel_values_videos`` and ``video_grid_thw``; they are absent when no sample has them.
+    A pack (a sequence of samples) counts as its samples, side by side.
     No samples give one text token without a target, so that a rank whose share of a short step is empty still steps.
     """
+    samples = [sample for entry in samples for sample in ([entry] if isinstance(entry, dict) else entry)]
     if not samples:
         samples = [_targetless_sample()]
     batch = {
@@ -36,7 +41,7 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def _targetless_sample() -> dict[str, Tensor]:
+def _targetless_sample() -> Sample:
     one = torch.ones(1, dtype=torch.int64)
     return {
         "input_ids": one * _PAD_ID,

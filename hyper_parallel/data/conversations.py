@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from hyper_parallel.data.collator import IGNORE_INDEX
 from hyper_parallel.data.processor import Patches, Processor
-from hyper_parallel.data.rows import Rows, load_image
+from hyper_parallel.data.rows import Rows, image_size, load_image
 
 _ROLES = ("system", "user", "assistant")
 _PLACEHOLDER = re.compile("(<image>|<video>)")
@@ -59,6 +59,12 @@ class _Media:
             raise ValueError(f"the text asks for {self.modality} {self.taken + 1}, but the row has {len(self.queue)}")
         self.taken += 1
         return self.queue[self.taken - 1]
+
+
+class _ReadPatches(Protocol):
+    """Turns the source of an image, or those of a video's frames, into patches."""
+
+    def __call__(self, frames: Sequence[Any], modality: Literal["image", "video"], /) -> Patches: ...
 
 
 class ConversationDataset(Dataset[dict[str, Tensor]]):
@@ -106,24 +112,54 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self.rows.name(idx)}: {error}") from error
 
+    def length(self, idx: int) -> int:
+        """Tokens of a sample, without decoding its images. One that is cut counts as ``max_seq_len``."""
+        row = self.rows[idx]
+        try:
+            pieces = self._read(row, self._media(row), self._measured)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self.rows.name(idx)}: {error}") from error
+        tokens = sum(
+            len(self.processor.encode(piece.text)) if isinstance(piece, _Text) else piece.tokens + 2  # vision_start, vision_end
+            for piece in pieces
+        )
+        return min(tokens, self.max_seq_len)
+
     def _sample(self, row: dict[str, Any]) -> dict[str, Tensor]:
-        media = {
+        media = self._media(row)
+        pieces = self._read(row, media, self._patches)
+        return self._assemble(pieces, {modality: items.patches for modality, items in media.items()})
+
+    def _media(self, row: dict[str, Any]) -> dict[str, _Media]:
+        return {
             "image": _Media("image", _column(row, self.image_key), []),
             "video": _Media("video", _column(row, "video"), []),
         }
-        pieces = list(self._pieces(row, media))
+
+    def _patches(self, frames: Sequence[Any], modality: Literal["image", "video"]) -> Patches:
+        images = [load_image(frame, self.rows.root) for frame in frames]
+        return self.processor.image(images[0]) if modality == "image" else self.processor.video(images)
+
+    def _measured(self, frames: Sequence[Any], modality: Literal["image", "video"]) -> Patches:
+        """Patches without values, from the size that a file's header tells."""
+        patches = self.processor.num_patches(*image_size(frames[0], self.rows.root))
+        slots = self.processor.spec.temporal_patch_size if modality == "video" else 1
+        return Patches(torch.empty(0), (-(-len(frames) // slots), 1, patches))
+
+    def _read(self, row: dict[str, Any], media: dict[str, _Media], patches: _ReadPatches) -> list[_Text | _Frame]:
+        pieces = list(self._pieces(row, media, patches))
         for items in media.values():
             if items.taken < len(items.queue):
                 raise ValueError(f"the row has {len(items.queue)} {items.modality}s, but its text uses {items.taken}")
-        return self._assemble(_merged(pieces), {modality: items.patches for modality, items in media.items()})
+        return _merged(pieces)
 
-    def _pieces(self, row: dict[str, Any], media: dict[str, _Media]) -> Iterator[_Text | _Frame]:
+    def _pieces(self, row: dict[str, Any], media: dict[str, _Media], patches: _ReadPatches) -> Iterator[_Text | _Frame]:
         messages = row.get(self.messages_key)
         if messages is None:
             text = row.get(self.text_key)
             if not isinstance(text, str) or not text:
                 raise ValueError(f"neither {self.messages_key!r} nor a non-empty {self.text_key!r}; columns: {sorted(row)}")
-            yield from self._content(text, "answer", media)
+            yield from self._content(text, "answer", media, patches)
             return
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"{self.messages_key!r} must be a non-empty list of messages, got {messages!r:.80}")
@@ -132,23 +168,23 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
                 raise ValueError(f"message {number} needs a role out of {_ROLES} and a content, got {message!r:.80}")
             kind = "answer" if message["role"] == "assistant" else "prompt"
             yield _Text("prompt", f"<|im_start|>{message['role']}\n")
-            yield from self._content(message.get("content"), kind, media)
+            yield from self._content(message.get("content"), kind, media, patches)
             yield _Text(kind, "<|im_end|>")
             yield _Text("prompt", "\n")
 
-    def _content(self, content: Any, kind: Literal["prompt", "answer"], media: dict[str, _Media]) -> Iterator[_Text | _Frame]:
+    def _content(
+        self, content: Any, kind: Literal["prompt", "answer"], media: dict[str, _Media], read: _ReadPatches
+    ) -> Iterator[_Text | _Frame]:
         for part in _parts(content):
             if part.type == "text":
                 yield _Text(kind, part.value)
                 continue
             items = media[part.type]
             source = items.next_source() if part.value is None else part.value
-            times = None
-            if part.type == "image":
-                patches = self.processor.image(load_image(source, self.rows.root))
-            else:
+            frames, times = [source], None
+            if part.type == "video":
                 frames, times = _video(source, self.processor.spec.temporal_patch_size)
-                patches = self.processor.video([load_image(frame, self.rows.root) for frame in frames])
+            patches = read(frames, part.type)
             items.patches.append(patches)
             t, h, w = patches.grid_thw
             for index in range(t):

@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hyper_parallel.data.collator import collate
 from hyper_parallel.data.conversations import ConversationDataset
+from hyper_parallel.data.packing import PackedDataset, measure
 from hyper_parallel.data.processor import Processor
 from hyper_parallel.data.rows import JsonLines, SavedDataset
 from hyper_parallel.data.sampler import GlobalBatchSampler
@@ -88,7 +89,9 @@ def build_loader(
 
     ``processor_path`` is where to look when ``data.processor_path`` is unset. ``max_steps`` sizes the synthetic data.
     """
-    dataset: Dataset[dict[str, Tensor]]
+    dataset: Dataset[Any]
+    if config.type == "vl_dummy" and config.packing:
+        raise ValueError("data.packing = true has nothing to pack: every sample of data.type vl_dummy is as long as the longest")
     if config.type == "vl_dummy":
         dataset = SyntheticDataset(
             spec,
@@ -99,7 +102,11 @@ def build_loader(
             seed=seed,
         )
     else:
-        dataset = _first(_conversations(config, spec, config.train_path, "train_path", processor_path), config.train_size)
+        conversations = _conversations(config, spec, config.train_path, "train_path", processor_path)
+        dataset = _first(conversations, config.train_size)
+        if config.packing:
+            lengths = measure(conversations, config.train_size or len(conversations), config.num_workers)
+            dataset = PackedDataset(dataset, lengths, config.max_seq_len)
     sampler = GlobalBatchSampler(
         len(dataset),  # pyright: ignore[reportArgumentType]
         global_batch_size=global_batch_size,

@@ -59,6 +59,12 @@ class Processor:
         """Token ids; special tokens written in the text are recognised, none are added."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def num_patches(self, height: int, width: int) -> int:
+        """Patches that ``image`` makes of an image of this size (in one temporal slot)."""
+        if self._image_processor is None:
+            raise ValueError("the model has no vision tower, but the sample has an image or video")
+        return self._image_processor.get_number_of_image_patches(height, width, {})
+
     def image(self, image: Image) -> Patches:
         """A still image; its patches repeat it in every temporal slot."""
         if self._image_processor is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -97,7 +98,28 @@ class SavedDataset:
 
 def load_image(source: Any, root: Path) -> Image:
     """An image from a path relative to ``root``, a PIL image, or an undecoded ``datasets.Image``: ``{bytes, path}``."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
+
+    # Cameras store the rotation as a tag; Hugging Face's loader applies it too.
+    return _open(source, root, ImageOps.exif_transpose)
+
+
+def image_size(source: Any, root: Path) -> tuple[int, int]:
+    """Height and width of what ``load_image`` would give; only the header is read."""
+    from PIL import ExifTags
+
+    def size(image: Image) -> tuple[int, int]:
+        width, height = image.size
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+        return (width, height) if turned else (height, width)
+
+    image = _open(source, root, size)
+    return image if isinstance(image, tuple) else (image.height, image.width)
+
+
+def _open(source: Any, root: Path, read: Callable[[Image], Any]) -> Any:
+    """``read`` of an image that is opened; one that is in memory already is returned as it is."""
+    from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Image.Image):
         return source
@@ -110,7 +132,6 @@ def load_image(source: Any, root: Path) -> Image:
         file = root / path
     try:
         with Image.open(file) as image:
-            # Cameras store the rotation as a tag; Hugging Face's loader applies it too.
-            return ImageOps.exif_transpose(image)
+            return read(image)
     except (OSError, UnidentifiedImageError) as error:
         raise ValueError(f"cannot read the image {file}: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -121,9 +122,11 @@ class MetricsFile(Callback):
                 number = 1
                 while (aside := self.path.with_name(f"metrics.{number}.jsonl")).exists():
                     number += 1
-                self.path.rename(aside)
-        self.file = self.path.open("w", buffering=1)
-        self.file.writelines(before)
+                shutil.copyfile(self.path, aside)
+                shorter = self.path.with_suffix(".partial")
+                shorter.write_text("".join(before))
+                shorter.replace(self.path)
+        self.file = self.path.open("a", buffering=1)
 
     def on_step_end(self, record: StepRecord) -> None:
         self.file.write(json.dumps(record.flat()) + "\n")

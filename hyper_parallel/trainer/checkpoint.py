@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import Config
+from ..config import CheckpointConfig, Config
 from ..core.distributed_checkpoint.chunks import GLOBAL_METADATA, HF_WEIGHTS, ChunkedTensors, rank_metadata, tensor_file
 from ..core.distributed_checkpoint.manifest import (
     MANIFEST,
@@ -33,7 +33,7 @@ from ..core.distributed_checkpoint.manifest import (
 from ..core.distributed_checkpoint.metadata import Metadata, merge, metadata_bytes
 from ..core.distributed_checkpoint.optimizer import optimizer_file, optimizer_state_dict
 from ..core.distributed_checkpoint.storage import flush_directory, read_pt, write_bytes, write_pt, write_tensors
-from ..data.loader import ResumableLoader, sampler_state
+from ..data.loader import ResumableLoader
 from ..data.sampler import Position
 from ..platform import Platform
 from .adapter import ModelAdapter, ModelState
@@ -43,6 +43,16 @@ EXTRA_STATE = "extra_state.json"
 SCHEDULER = "scheduler.pt"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d+)")
+
+
+def make_output_dir(config: CheckpointConfig) -> Path:
+    """The run's directory, created where it does not exist; ValueError if it cannot be."""
+    path = Path(config.output_dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"train.checkpoint.output_dir = {path} cannot be created: {error.strerror}") from None
+    return path
 
 
 class SaveError(RuntimeError):
@@ -93,10 +103,7 @@ def newest_first(output_dir: Path) -> list[Path]:
     """The ``step_<N>`` directories of a run, by the time they were finished, then by number."""
 
     def age(directory: Path) -> tuple[str, int]:
-        try:
-            manifest = read_manifest(directory)
-        except ValueError:
-            manifest = None
+        manifest = _manifest(directory)
         return (manifest.saved_at if manifest else "", step_number(directory))
 
     directories = output_dir.iterdir() if output_dir.is_dir() else ()
@@ -141,8 +148,7 @@ def _check_without_manifest(directory: Path) -> None:
         names = [file, *([optimizer_file(int(rank[1]))] if rank else [])]
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ValueError(f"{directory / missing[0]} is missing")
-    for name in tensors.shape_of:
-        tensors.read(name, tuple(slice(0, 0) for _ in tensors.shape_of[name]))
+    tensors.check()
 
 
 def load_progress(directory: Path) -> Progress:
@@ -163,13 +169,10 @@ def load_position(directory: Path, loader: ResumableLoader, step: int) -> str | 
     The position is one for all ranks. Another Trainer's loader is in its own order: then the loader goes to where this
     Trainer is after as many steps.
     """
-    state = read_pt(directory / "dataloader_rank0.pt")
-    try:
-        sampler_state(state)
-    except ValueError:
+    if not (directory / MANIFEST).exists():
         loader.batch_sampler.seek(Position(*loader.batch_sampler.position_at(step)))
         return f"{directory} holds another Trainer's data position: data go on where step {step} of this Trainer ends"
-    loader.load_state_dict(state)
+    loader.load_state_dict(read_pt(directory / "dataloader_rank0.pt"))
     return None
 
 
@@ -321,7 +324,7 @@ class Checkpointer:
         files |= {path.relative_to(partial).as_posix(): record_file(path) for path in once}
         manifest = Manifest(
             step=progress.step,
-            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            saved_at=_later_than(newest_first(self.output_dir)),
             world_size=self.ranks.world_size,
             topology=asdict(self.ranks.topology),
             consumed_tokens=progress.consumed_tokens,
@@ -373,13 +376,16 @@ def _write_rank(directory: Path, rank: int, snapshot: _Snapshot) -> _Written:
 def recover(output_dir: Path) -> None:
     """Clear up after a run that was killed while saving: what was being replaced comes back, what was unfinished goes."""
     for old in output_dir.glob("step_*.old"):
+        if not _STEP.fullmatch(old.stem):
+            continue
         target = old.with_suffix("")
         if target.exists():
             shutil.rmtree(old)
         else:
             old.rename(target)
     for partial in output_dir.glob("step_*.partial"):
-        shutil.rmtree(partial)
+        if _STEP.fullmatch(partial.stem):
+            shutil.rmtree(partial)
 
 
 def put_in_place(partial: Path, target: Path) -> None:
@@ -396,6 +402,23 @@ def put_in_place(partial: Path, target: Path) -> None:
         raise
     flush_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _later_than(earlier: list[Path]) -> str:
+    """Now, in UTC; or just after the newest checkpoint, should it come from a machine whose clock is ahead."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    manifest = next((manifest for path in earlier if (manifest := _manifest(path))), None)
+    if manifest is not None:
+        now = max(now, datetime.datetime.fromisoformat(manifest.saved_at) + datetime.timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def _manifest(directory: Path) -> Manifest | None:
+    """The manifest of a directory; None where there is none that can be read."""
+    try:
+        return read_manifest(directory)
+    except ValueError:
+        return None
 
 
 def _make_empty(directory: Path) -> None:

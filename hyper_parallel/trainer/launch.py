@@ -122,11 +122,13 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from .checkpoint import make_output_dir
+
     for name in list(logging.root.manager.loggerDict):  # the message below says it once; some loggers set their own level
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    logs = Path(config.train.checkpoint.output_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = make_output_dir(config.train.checkpoint) / "logs"
+    logs.mkdir(exist_ok=True)
     os.environ[STARTED_HERE] = str(logs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     launch = LaunchConfig(
@@ -221,7 +223,10 @@ def _record(error: BaseException) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "time_ns": time.time_ns()}))
+        try:
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "time_ns": time.time_ns()}))
+        except OSError:  # a full disk, say; half a record would hide that anything failed
+            Path(file).unlink(missing_ok=True)
 
 
 class _Tee:

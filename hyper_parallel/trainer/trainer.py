@@ -16,7 +16,7 @@ from ..core.distributed_checkpoint.chunks import hugging_face_directory
 from ..data.loader import build_eval_loader, build_loader
 from .adapter import Batch, EvalReport
 from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, ProgressBar, StepRecord, TensorBoard
-from .checkpoint import Checkpointer, Progress, find, load_position, load_progress, load_rng
+from .checkpoint import Checkpointer, Progress, find, load_position, load_progress, load_rng, make_output_dir
 from .distributed import join
 from .interruption import Interruption
 
@@ -36,7 +36,7 @@ class Trainer:
         self.model.check_topology(self.ranks.topology)
         readers = self.ranks.topology.data_parallel_size
         self.micro_batches = micro_batches_per_step(train, readers)
-        self.output_dir = Path(train.checkpoint.output_dir)
+        self.output_dir = make_output_dir(train.checkpoint)
         self.stopped_by = 0
 
         spec = self.model.data_spec()
@@ -55,6 +55,8 @@ class Trainer:
             seed=train.seed,
             max_steps=train.max_steps,
         )
+        if data.packing:
+            self._say(f"packing: {self.loader.dataset}")
         steps_per_epoch = self.loader.steps_per_epoch
         wanted = train.max_steps or 0
         self.total_steps = wanted if wanted > 0 else train.num_train_epochs * steps_per_epoch
@@ -63,7 +65,8 @@ class Trainer:
             self.eval_loader = build_eval_loader(data, spec, **reading)
         self.callbacks = self._callbacks()
         self.checkpointer = Checkpointer(config, self.ranks, self.platform, self.model, self._say)
-        self.progress, resume = Progress(), find(config, self.ranks, self._say)
+        resume = find(config, self.ranks, self._say)
+        self.progress = Progress() if resume is None else self._progress_of(resume)
         description = self.model.setup(
             total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh, resume=resume
         )
@@ -73,12 +76,12 @@ class Trainer:
 
     def train(self, interruption: Interruption | None = None) -> int:
         """Run to the last step. Returns the number of the signal that ended the run before, after one last save; 0: none did."""
-        try:
-            with (interruption or Interruption()).signals() as interruption:
+        with (interruption or Interruption()).signals() as interruption:
+            try:
                 self._run(interruption)
-        finally:
-            self._tell("on_train_end")
-            self.checkpointer.close()
+            finally:
+                self._tell("on_train_end")
+                self.checkpointer.close()
         self.ranks.leave()
         return self.stopped_by
 
@@ -124,14 +127,17 @@ class Trainer:
                 self._say(f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {self.total_steps}")
                 return
 
-    def _resume(self, directory: Path) -> None:
-        """Take up the run that wrote ``directory`` (whose weights the model has loaded)."""
-        self.progress = load_progress(directory)
-        if self.progress.step > self.total_steps:
+    def _progress_of(self, directory: Path) -> Progress:
+        progress = load_progress(directory)
+        if progress.step > self.total_steps:
             raise ValueError(
-                f"{directory} is {self.progress.step} steps into its run, this one ends after {self.total_steps}: raise "
+                f"{directory} is {progress.step} steps into its run, this one ends after {self.total_steps}: raise "
                 "train.max_steps, or start from the weights alone with model.weights_path"
             )
+        return progress
+
+    def _resume(self, directory: Path) -> None:
+        """Take up the run that wrote ``directory`` (whose weights the model has loaded)."""
         notes = [
             load_position(directory, self.loader, self.progress.step),
             load_rng(directory, self.ranks.rank, self.platform),

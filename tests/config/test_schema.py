@@ -45,6 +45,7 @@ DATA = {
     "prefetch_factor": None,
     "pin_memory": True,
     "max_seq_len": 2048,
+    "packing": False,
     "text_key": "text",
     "image_key": "image",
     "messages_key": "messages",

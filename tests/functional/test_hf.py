@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qwen3vl_functional import forward, load_params, read_config, save_params
-from qwen3vl_functional.hf import CONFIG, INDEX, SINGLE, read_leaf, scan_weights
+from qwen3vl_functional.hf import CONFIG, INDEX, SINGLE, scan_weights
 from qwen3vl_functional.spec import leaves, to_tensordict
 
 EXPERT = "model.language_model.layers.1.mlp.experts.gate_up_proj"
@@ -366,6 +366,20 @@ def test_text_only_from_a_vision_language_checkpoint(cfg, text_cfg, params, tmp_
         load_params(bare, cfg)
 
 
+def test_a_shallower_model_takes_the_first_layers(cfg, params, tmp_path):
+    directory = save_params(params, cfg, tmp_path / "whole")
+    text = dataclasses.replace(cfg.text, num_hidden_layers=cfg.text.num_hidden_layers - 1)
+    shallower = dataclasses.replace(cfg, text=text)
+    loaded = flat(load_params(directory, shallower))
+    left_out = f"model.language_model.layers.{text.num_hidden_layers}."
+    assert_bit_equal(loaded, {path: leaf for path, leaf in flat(params).items() if not path.startswith(left_out)})
+    exported = save_params(to_tensordict(loaded), shallower, tmp_path / "first", source=directory)
+    assert read_config(exported) == shallower
+    assert_bit_equal(flat(load_params(exported, shallower)), loaded)
+    with pytest.raises(ValueError, match=r"missing \d+ tensors"):
+        load_params(exported, cfg)
+
+
 def test_a_text_only_export_takes_the_tower_along(cfg, text_cfg, params, tmp_path):
     """transformers would build a random tower for a vision-language directory without one, and only warn."""
     directory = save_params(params, cfg, tmp_path / "vl", max_shard_bytes=300_000)
@@ -374,12 +388,12 @@ def test_a_text_only_export_takes_the_tower_along(cfg, text_cfg, params, tmp_pat
     assert_bit_equal(flat(load_params(out, cfg)), flat(params))
 
 
-def test_read_leaf_and_casts(cfg, params, tmp_path):
+def test_files_are_read_as_they_are(cfg, params, tmp_path):
     directory = save_params(params, cfg, tmp_path / "out", dtype=torch.bfloat16)
     files = scan_weights(directory)
     assert set(files.dtype_of.values()) == {torch.bfloat16}
     assert json.loads((directory / CONFIG).read_text())["dtype"] == "bfloat16"
     for path, leaf in flat(params).items():
-        assert torch.equal(read_leaf(files, path), leaf.bfloat16()) and files.shape_of[path] == tuple(leaf.shape)
+        assert torch.equal(files.read(path), leaf.bfloat16()) and files.shape_of[path] == tuple(leaf.shape)
     assert all(leaf.dtype == torch.float32 for leaf in flat(load_params(directory, cfg)).values())
     assert all(leaf.dtype == torch.bfloat16 for leaf in flat(load_params(directory, cfg, dtype=torch.bfloat16)).values())

@@ -259,18 +259,18 @@ def load(cfg, directory, shape, dtype):
     """Compare with the whole directory, and count what was read."""
     placement = place(param_specs(cfg), mesh(shape))
     whole = flat(load_params(directory, cfg, dtype=dtype))
-    read, original = {}, hf.read_leaf
+    read, original = {}, hf.WeightFiles.read
 
     def counted(files, path, part=()):
         leaf = original(files, path, part)
         read[path] = read.get(path, 0) + leaf.numel()  # its storage is the mapped file, whose pages are read when copied
         return leaf
 
-    hf.read_leaf = counted
+    hf.WeightFiles.read = counted
     try:
         ours = flat(load_params(directory, cfg, dtype=dtype, placement=placement))
     finally:
-        hf.read_leaf = original
+        hf.WeightFiles.read = original
     expected = flat(shard(to_tensordict(whole), mesh(shape), placement.layouts))
     assert ours.keys() == expected.keys() == read.keys()
     for path, leaf in ours.items():

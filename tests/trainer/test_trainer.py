@@ -13,8 +13,9 @@ import yaml
 
 from hyper_parallel.config_loader import config_from_dict
 from hyper_parallel.trainer.callbacks import Callback
+from hyper_parallel.trainer.checkpoint import Progress
 from hyper_parallel.trainer.trainer import Trainer
-from qwen3vl_functional import AdamW, init_params, init_state, load_params, make_train_step, param_specs
+from qwen3vl_functional import AdamW, init_params, init_state, load_params, make_train_step, param_specs, save_params
 from qwen3vl_functional.spec import leaves
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,39 @@ def test_export_at_the_end_loads_and_holds_the_trained_weights(raw):
     raw["train"]["max_steps"] = 1
     run(raw)
     assert metrics(raw)[0]["loss"] < trainer_first_loss(output)
+
+
+def test_transformers_loads_an_export_and_computes_the_same_loss(raw):
+    transformers = pytest.importorskip("transformers")
+    raw["train"]["checkpoint"]["save_steps"] = 4
+    trainer = run(raw)
+    directory = Path(raw["train"]["checkpoint"]["output_dir"]) / "step_4" / "hf_ckpt"
+    model, report = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    batch = next(iter(Trainer(config_from_dict(raw, source="test")).loader))
+    with torch.no_grad():
+        loss = model(**{name: value for name, value in batch.items() if name != "labels"}, labels=batch["labels"]).loss
+    assert float(loss) == pytest.approx(trainer.model.eval_step(batch).loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_of_what_was_loaded_is_its_source(raw, tmp_path, dtype):
+    """Files, dtypes, config and tokenizer, bit for bit."""
+    cfg = Trainer(config_from_dict(raw, source="test")).model.architecture
+    params = init_params(param_specs(cfg), seed=5)
+    source = save_params(params, cfg, tmp_path / "source", dtype=dtype, max_shard_bytes=400_000)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    raw["model"] = {"weights_path": str(source)}
+    raw["train"]["checkpoint"]["save_steps"] = 1
+    trainer = Trainer(config_from_dict(raw, source="test"))
+    trainer.checkpointer.save(Progress(), trainer.loader)
+    export = Path(raw["train"]["checkpoint"]["output_dir"]) / "step_0" / "hf_ckpt"
+    written, read = ({path.name: path.read_bytes() for path in root.iterdir()} for root in (export, source))
+    assert written.keys() == read.keys() and len(written) > 4
+    for name in written:
+        assert written[name] == read[name], name
 
 
 def trainer_first_loss(output: Path) -> float:
@@ -244,7 +278,7 @@ def test_launch_prints_progress_and_succeeds(raw, tmp_path):
     [
         (("--train.lr=1",), "did you mean train.optimizer.lr"),
         (("--model.name=nothing",), "models here: qwen3_vl_moe"),
-        (("--model.weights_path=/no/such/dir",), "/no/such/dir/config.json does not exist"),
+        (("--model.weights_path=/no/such/dir",), "model.weights_path = /no/such/dir"),
         (("--model.freeze_modules=[model.vision]",), "'model.vision' matches no parameter"),
         (("--train.accelerator.dp_shard=2", "--nproc=1"), "world size 1 is not"),
         (("--train.global_batch_size=3", "--train.micro_batch_size=2"), "not a multiple"),
@@ -255,7 +289,8 @@ def test_launch_prints_progress_and_succeeds(raw, tmp_path):
         ),
         (("--model.config_overrides={vl: true, text_config: {num_expert: 4}}",), "unknown field 'num_expert'"),
         (("--model.vision_parallel.dp_shard=3",), "vision_parallel.dp_shard = 3"),
-        (("--train.checkpoint.load_path=latest",), "load_path"),
+        (("--train.checkpoint.load_path=latest",), "holds no whole step_<N> directory"),
+        (("--train.checkpoint.load_path=/no/such/step_1",), "/no/such/step_1 does not exist"),
     ],
 )
 def test_launch_refuses_with_one_line(raw, tmp_path, arguments, message):

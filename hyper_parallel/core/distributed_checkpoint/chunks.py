@@ -75,7 +75,7 @@ def assemble(
     """One box of a tensor, put together from the chunks that overlap it. ValueError if they leave a gap."""
     begin = tuple(part.start for part in box)
     sizes = tuple(part.stop - part.start for part in box)
-    result, filled = None, 0
+    result, filled = None, torch.zeros(())
     for chunk in chunks:
         low = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(begin, sizes, chunk.offsets, chunk.sizes, strict=True)]
@@ -87,11 +87,11 @@ def assemble(
         if tuple(shape) == sizes:
             return piece
         if result is None:
-            result = torch.empty(sizes, dtype=dtype)
-        result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))] = piece
-        filled += math.prod(shape)
-    if filled != math.prod(sizes):
-        raise ValueError(f"{source}: {name} is incomplete: {filled} of {math.prod(sizes)} elements of {list(sizes)} at {begin}")
+            result, filled = torch.empty(sizes, dtype=dtype), torch.zeros(sizes, dtype=torch.bool)
+        where = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
+        result[where], filled[where] = piece, True
+    if (count := int(filled.sum())) != math.prod(sizes):
+        raise ValueError(f"{source}: {name} is incomplete: {count} of {math.prod(sizes)} elements of {list(sizes)} at {begin}")
     return torch.empty(sizes, dtype=dtype) if result is None else result
 
 
@@ -128,7 +128,17 @@ class ChunkedTensors:
     def read(self, name: str, part: Box = ()) -> torch.Tensor:
         """A tensor, or the ``part`` of it, in the dtype it was stored in; it may be a view of a mapped file."""
         box = part or tuple(slice(0, size) for size in self.shape_of[name])
-        return assemble(name, box, self.dtype_of[name], self.chunks_of[name], self._fetch, source=self.directory)
+
+        def fetch(chunk: StoredChunk, local: Box) -> torch.Tensor:
+            return self._fetch(name, chunk, local)
+
+        return assemble(name, box, self.dtype_of[name], self.chunks_of[name], fetch, source=self.directory)
+
+    def check(self) -> None:
+        """Read the header of every file, and compare it with the metadata."""
+        for name, chunks in self.chunks_of.items():
+            for chunk in chunks:
+                self._fetch(name, chunk, tuple(slice(0, 0) for _ in chunk.sizes))
 
     def _locate(self, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> StoredChunk:
         place = (metadata.storage_data or {}).get(MetadataIndex(name, tuple(chunk.offsets)))
@@ -138,7 +148,7 @@ class ChunkedTensors:
             raise ValueError(f"{self.directory}: {name} points outside the directory, to {place.relative_path!r}")
         return StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.tensor_key or name)
 
-    def _fetch(self, chunk: StoredChunk, box: Box) -> torch.Tensor:
+    def _fetch(self, name: str, chunk: StoredChunk, box: Box) -> torch.Tensor:
         path = self.directory / chunk.file
         try:
             if chunk.file not in self._files:
@@ -146,7 +156,10 @@ class ChunkedTensors:
             stored = self._files[chunk.file].get_slice(chunk.key)
             if tuple(stored.get_shape()) != chunk.sizes:
                 raise ValueError(f"{path}: {chunk.key} has shape {stored.get_shape()}, the metadata says {list(chunk.sizes)}")
-            return stored[box]
+            piece = stored[box]
+            if piece.dtype != self.dtype_of[name]:
+                raise ValueError(f"{path}: {chunk.key} is of {piece.dtype}, the metadata says {self.dtype_of[name]}")
+            return piece
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 

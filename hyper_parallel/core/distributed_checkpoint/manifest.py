@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,6 +53,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         raw = json.loads(path.read_text())
         files = {name: FileRecord(int(entry["size"]), str(entry[CHECKSUM])) for name, entry in raw.pop("files").items()}
+        datetime.datetime.fromisoformat(raw["saved_at"])
         return Manifest(files=files, **raw)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from None

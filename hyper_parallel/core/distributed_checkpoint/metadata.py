@@ -77,20 +77,40 @@ def read_metadata(path: Path) -> Metadata:
     """
     try:
         metadata = _Unpickler(path.read_bytes(), path).load()
-    except ValueError:
+        if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+            raise _Refused(f"{path} is not checkpoint metadata: it holds a {type(metadata).__name__}")
+        _check(metadata)
+    except _Refused:
         raise
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except Exception as error:  # a damaged pickle fails in every way there is
         raise ValueError(f"{path} is not readable checkpoint metadata: {type(error).__name__}: {error}") from None
-    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
-        raise ValueError(f"{path} is not checkpoint metadata: it holds a {type(metadata).__name__}")
     return metadata
+
+
+def _check(metadata: Metadata) -> None:
+    """Raise one of several errors unless the records hold what their fields say (unpickling sets whatever it is told to)."""
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        dims = len(entry.size)
+        vectors = [entry.size, *(vector for chunk in entry.chunks for vector in (chunk.offsets, chunk.sizes))]
+        numbers = all(len(vector) == dims and all(type(n) is int and n >= 0 for n in vector) for vector in vectors)
+        if not (isinstance(name, str) and isinstance(entry.properties.dtype, str) and numbers):
+            raise TypeError(f"the entry {name!r} describes no tensor")
+    for index, place in (metadata.storage_data or {}).items():
+        if not (isinstance(index, MetadataIndex) and isinstance(place.relative_path, str)):
+            raise TypeError(f"{index!r} is stored nowhere")
 
 
 def metadata_bytes(metadata: Metadata) -> bytes:
     """The pickle of a metadata record."""
     return pickle.dumps(metadata, protocol=4)
+
+
+class _Refused(ValueError):
+    """A refusal that names its file already."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -116,8 +136,9 @@ class _Unpickler(pickle.Unpickler):
         }
         for record in known.get(_MODULES.get(module, ""), ()):
             if record.__name__ == name:
-                return record
-        raise ValueError(f"{self._path} asks for {module}.{name}, which is no part of checkpoint metadata: it was not loaded")
+                # A stand-in makes the records: what a pickle sets on a class must not be set on ours.
+                return type(name, (), {"__new__": lambda _, *__, record=record: object.__new__(record)})
+        raise _Refused(f"{self._path} asks for {module}.{name}, which is no part of checkpoint metadata: it was not loaded")
 
 
 def merge(parts: Mapping[int, Metadata]) -> Metadata:
@@ -130,7 +151,8 @@ def merge(parts: Mapping[int, Metadata]) -> Metadata:
     for rank in sorted(parts):
         part = parts[rank]
         for name, entry in part.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), name
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
             known = whole.state_dict_metadata.setdefault(name, TensorStorageMetadata(entry.properties, entry.size, []))
             assert isinstance(known, TensorStorageMetadata)
             if (known.properties, tuple(known.size)) != (entry.properties, tuple(entry.size)):
@@ -143,5 +165,6 @@ def merge(parts: Mapping[int, Metadata]) -> Metadata:
                 if tuple(chunk.offsets) not in stored:
                     index = MetadataIndex(name, tuple(chunk.offsets), len(known.chunks))
                     known.chunks.append(chunk)
-                    whole.storage_data[index] = (part.storage_data or {})[index]
+                    if part.storage_data and index in part.storage_data:
+                        whole.storage_data[index] = part.storage_data[index]
     return whole

@@ -34,24 +34,27 @@ class StorageInfo:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file and wait until it is on the disk."""
     local = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    path.touch()
-    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
-    save_file(local, path, metadata={"format": "pt"})
-    path.chmod(mode)
-    _flush(path)
+    with _naming(path):
+        path.touch()
+        mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
+        save_file(local, path, metadata={"format": "pt"})
+        path.chmod(mode)
+        _flush(path)
 
 
 def write_pt(path: Path, value: Any) -> None:
     """``torch.save`` and wait until it is on the disk."""
-    with _without_zip_checksums():
-        torch.save(value, path)
-    _flush(path)
+    with _naming(path), _without_zip_checksums():
+        with path.open("wb") as file:  # given a path, torch would not tell why a write failed
+            torch.save(value, file)
+        _flush(path)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file and wait until it is on the disk."""
-    path.write_bytes(data)
-    _flush(path)
+    with _naming(path):
+        path.write_bytes(data)
+        _flush(path)
 
 
 def read_pt(path: Path) -> Any:
@@ -96,6 +99,17 @@ def flush_directory(path: Path) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Whatever fails in writing a file becomes an OSError with its name and, where one is known, the system's reason."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {cause}"
+        raise OSError(f"{path.name}: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
+from qwen3vl_functional.hf import refuse_square_experts
 from qwen3vl_functional.optim import AdamWState, learning_rate
 from qwen3vl_functional.sharding import layouts, local_view, place
 from qwen3vl_functional.spec import count, leaves, split_frozen, to_tensordict
@@ -44,6 +45,8 @@ class Qwen3VLMoeAdapter:
         self.frozen = tuple(config.model.freeze_modules or ())
         split_frozen(param_specs(self.architecture), self.frozen)  # a pattern that matches nothing fails here, at once
         self.recipe = step_recipe(config)
+        if config.train.checkpoint.save_hf_weights and config.train.checkpoint.save_steps > 0:
+            refuse_square_experts(self.architecture)
         self.state: TrainState | None = None
 
     def data_spec(self) -> DataSpec:
