@@ -2,8 +2,8 @@
 
     python benchmarks/reference_run.py --config FILE --output DIR [--section.key=value ...]
 
-One process in float32 reads the Trainer's batches and trains Qwen3VLMoeForConditionalGeneration on them. Of the Trainer it
-takes the configuration, the data and the format of DIR/metrics.jsonl; model, loss, clip, optimizer and schedule are the others'.
+One process in float32 reads the Trainer's batches and trains Qwen3VLMoeForConditionalGeneration on them, from the first step.
+Of the Trainer it takes the configuration, the data and the format of DIR/metrics.jsonl; model, clip and optimizer are others'.
 
     python -m hyper_parallel.trainer.align OUTPUT_DIR DIR
 """
@@ -32,6 +32,7 @@ from hyper_parallel.core.distributed_checkpoint.chunks import hugging_face_direc
 from hyper_parallel.data.loader import ResumableLoader, build_loader
 from hyper_parallel.models.qwen3_vl_moe.adapter import Qwen3VLMoeAdapter
 from hyper_parallel.trainer.callbacks import MetricsFile, ProgressBar, StepRecord
+from qwen3vl_functional.spec import matches
 
 IGNORE_INDEX = -100
 Batch = Mapping[str, torch.Tensor]
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepResult:
     """One update: loss and gradient norm as the Trainer reports them, and how many tokens it read."""
 
@@ -193,8 +194,7 @@ def load_model(config: Config, described: Qwen3VLMoeAdapter, device: torch.devic
             f"{directory} lacks {', '.join(sorted(report['missing_keys'])[:3])}: the reference would train random weights"
         )
     for name, parameter in model.named_parameters():
-        frozen = any(f"{name}.".startswith(f"{subtree}.") for subtree in described.frozen)
-        parameter.requires_grad_(not frozen)
+        parameter.requires_grad_(not matches(name, described.frozen))
     return model.to(device).train()
 
 

@@ -83,11 +83,11 @@ def trained(tmp_path_factory) -> Callable[..., Run]:
     directory = tmp_path_factory.mktemp("runs")
 
     @cache
-    def get(cards: str, *, steps: int = STEPS, bf16: bool = False) -> Run:
+    def start(cards: str, steps: int, bf16: bool) -> Run:
         output = directory / f"{cards}_{steps}{'_bf16' if bf16 else ''}"
         return launch(configuration(output, cards=cards, steps=steps, bf16=bf16))
 
-    return get
+    return lambda cards, *, steps=STEPS, bf16=False: start(cards, steps, bf16)
 
 
 def differences(run: Run, other: Run, name: str) -> list[float]:
