@@ -110,7 +110,7 @@ def fully_sharded(case: Case, contender: Contender, rank: int) -> Callable[[], f
 
 
 def bytes_on_the_wire(step: Callable[[], float]) -> int:
-    """Bytes that this rank's collectives hand to others in one step, counted where they are called."""
+    """Bytes that this rank's collectives hand to others in one step, or that it reads in their memory, counted at the calls."""
     sent = 0
 
     def counted(function: Callable[..., Any], weight: Callable[[int], float]) -> Callable[..., Any]:
@@ -126,6 +126,7 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
         return call
 
     import qwen3vl_functional.gathered as gathered
+    from qwen3vl_functional.peers import PeerMemory
 
     def part(ranks: int) -> float:
         return (ranks - 1) / ranks
@@ -142,9 +143,18 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
         setattr(module, name, counted(saved[module, name], weights[kind]))
     own = gathered.gather_single, gathered.scatter_single
     gathered.gather_single, gathered.scatter_single = (counted(function, part) for function in own)
+    read = PeerMemory.read
+
+    def counted_read(self: PeerMemory, rank: int, address: int, target: torch.Tensor) -> None:
+        nonlocal sent
+        sent += target.numel() * target.element_size()
+        read(self, rank, address, target)
+
+    PeerMemory.read = counted_read
     try:
         step()
     finally:
+        PeerMemory.read = read
         for (module, name), function in saved.items():
             setattr(module, name, function)
         gathered.gather_single, gathered.scatter_single = own

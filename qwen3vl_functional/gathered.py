@@ -1,22 +1,26 @@
 """FSDP as two functions of a block's leaves: gather them before the block, reduce their gradients after it.
 
 The forward never learns of it. Leaves travel in the dtype in flight; the next block's gather runs while this block computes,
-and so does the last block's reduction. On accelerators a block is one flat collective each way (``fused``); gloo is faster
-with plain messages between pairs of ranks, which also need no buffer to pack into.
+and so does the last block's reduction. On accelerators a block is one flat collective each way (``fused``). Ranks that compute
+on the CPUs of one machine read each other's memory instead; failing that, plain messages between pairs of ranks beat gloo's
+collectives, and need no buffer to pack into.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from .collectives import gather_single, scatter_single
+from .peers import PeerMemory, peer_memory
 from .sharding import Axes, Layout, chunk_range
 from .transforms import Values, within
+
+Transport = Literal["memory", "messages", "collectives"]
 
 
 class _Transfer(Protocol):
@@ -52,7 +56,13 @@ class GatheredWeights:
             for path, shard in shards.items()
             if axes.shard is not None and layouts[path].fsdp_dim is not None
         }
-        self.pairwise = axes.shard is not None and dist.get_backend(axes.shard) == "gloo"
+        self.memory: PeerMemory | None = None
+        self.transport: Transport = "collectives"
+        if axes.shard is not None and dist.get_backend(axes.shard) == "gloo":
+            self.memory = peer_memory(axes.shard)
+            self.transport = "messages" if self.memory is None else "memory"
+            if self.memory is not None:
+                self._addresses = _exchanged_addresses(shards, axes.shard)
         self._ahead: dict[tuple[str, ...], list[_Transfer]] = {}
         self._kept: dict[tuple[str, ...], Values] = {}
         self._reductions: list[_Transfer] = []
@@ -67,7 +77,7 @@ class GatheredWeights:
 
     def prefetch(self, paths: Sequence[str], into: Values | None = None) -> None:
         key = tuple(paths)
-        if key not in self._ahead and key not in self._kept:
+        if self.transport != "memory" and key not in self._ahead and key not in self._kept:
             self._ahead[key] = self._gather(paths, None, into)
 
     def fetch(self, paths: Sequence[str], *, dtype: torch.dtype | None = None) -> Values:
@@ -97,7 +107,9 @@ class GatheredWeights:
     def reduce(self, grads: Values, pending: Collection[torch.Tensor] = ()) -> None:
         cut = {path: grad for path, grad in grads.items() if path in self.cuts}
         whole = {path: grad for path, grad in grads.items() if path not in self.cuts}
-        if self.pairwise and cut:
+        if self.transport == "memory" and cut:
+            self._reductions.append(_ReadReduction(cut, self.cuts, self.reduce_dtype, self.memory))
+        elif self.transport == "messages" and cut:
             self._reductions.append(_PairwiseReduction(cut, self.cuts, self.reduce_dtype))
         else:
             for group in self._groups(cut):
@@ -111,6 +123,8 @@ class GatheredWeights:
         while self._reductions:
             self._collect(self._reductions.pop(0))
         assert not self._ahead, "a gather was begun that nobody fetched"
+        if self.transport == "memory":
+            dist.barrier(group=self.axes.shard)  # nobody changes what another rank still reads
         self._kept.clear()
         return self._grads
 
@@ -124,16 +138,22 @@ class GatheredWeights:
 
     def _gather(self, paths: Sequence[str], dtype: torch.dtype | None, into: Values | None) -> list[_Transfer]:
         """Begin to gather the cut leaves among ``paths``, into emptied tensors where they are given."""
-        shards = {path: self._cast(self.shards[path], dtype) for path in paths if path in self.cuts}
+        cut = [path for path in paths if path in self.cuts]
         whole = {}
-        for path, shard in shards.items():
+        for path in cut:
             if into is None:
-                whole[path] = shard.new_empty(self.cuts[path].shape)
+                shard = self.shards[path]
+                whole[path] = shard.new_empty(self.cuts[path].shape, dtype=dtype or self.dtype or shard.dtype)
             else:
                 into[path].untyped_storage().resize_(into[path].numel() * into[path].element_size())
                 # .data: the graph's version check must not see that the same numbers are written again.
                 whole[path] = into[path].data
-        if self.pairwise and shards:
+        if self.transport == "memory":
+            return (
+                [_Read({path: self.shards[path] for path in cut}, whole, self.cuts, self.memory, self._addresses)] if cut else []
+            )
+        shards = {path: self._cast(self.shards[path], dtype) for path in cut}
+        if self.transport == "messages" and shards:
             return [_PairwiseGather(shards, whole, self.cuts)]
         groups = self._groups(shards)
         return [_FlatGather({path: shards[path] for path in group}, whole, self.cuts) for group in groups]
@@ -152,6 +172,15 @@ class GatheredWeights:
             else:
                 shared = part.untyped_storage().nbytes() != part.nbytes  # with a collective's buffer, which is not kept
                 self._grads[path] = part.to(torch.float32, copy=shared, memory_format=torch.contiguous_format)
+
+
+def _exchanged_addresses(shards: Values, group: dist.ProcessGroup) -> list[dict[str, int]]:
+    """Where each rank's shards lie in its memory. Whoever knows it also knows that all ranks have finished their last update."""
+    assert all(shard.is_contiguous() for shard in shards.values())
+    own = torch.tensor([shard.data_ptr() for shard in shards.values()])
+    table = own.new_empty(dist.get_world_size(group), len(own))
+    dist.all_gather(list(table.unbind()), own, group=group)
+    return [dict(zip(shards, addresses, strict=True)) for addresses in table.tolist()]
 
 
 class _Cut:
@@ -177,6 +206,71 @@ class _Cut:
 
 
 Cuts = Mapping[str, _Cut]
+
+
+class _Read:
+    """This rank takes the others' shards out of their memory, as they lie at rest; nobody else has to do anything."""
+
+    def __init__(
+        self, shards: Values, whole: Values, cuts: Cuts, memory: PeerMemory | None, addresses: list[dict[str, int]]
+    ) -> None:
+        assert memory is not None
+        self.whole = whole
+        for path, shard in shards.items():
+            cut = cuts[path]
+            cut.part(whole[path], cut.rank).copy_(shard)
+            for rank, _ in cut.peers():
+                rows = cut.part(whole[path], rank)
+                if rows.numel():
+                    as_it_lies = rows.is_contiguous() and rows.dtype == shard.dtype
+                    target = rows if as_it_lies else shard.new_empty(rows.shape)
+                    memory.read(rank, addresses[rank][path], target)
+                    if target is not rows:
+                        rows.copy_(target)
+
+    def finish(self) -> Values:
+        return self.whole
+
+
+class _ReadReduction:
+    """Every rank tells the others where their rows of its gradients lie, reads its own rows at all of them, and says when it
+    has; until then the gradients are kept."""
+
+    def __init__(self, grads: Values, cuts: Cuts, dtype: torch.dtype, memory: PeerMemory | None) -> None:
+        assert memory is not None
+        self.cuts, self.memory, self.grads = cuts, memory, {path: grad.to(dtype) for path, grad in grads.items()}
+        first = cuts[next(iter(grads))]
+        self.group, self.peers = first.group, first.peers()
+        self.rows: list[list[torch.Tensor]] = []
+        self.told: dict[int, torch.Tensor] = {}
+        self.works: list[Any] = []
+        for rank, peer in self.peers:
+            rows = [cuts[path].part(grad, rank).contiguous() for path, grad in self.grads.items()]
+            where = torch.tensor([part.data_ptr() for part in rows])
+            self.told[rank] = torch.empty_like(where)
+            self.rows += [rows, [where]]
+            self.works.append(dist.isend(where, peer, group=self.group))
+            self.works.append(dist.irecv(self.told[rank], peer, group=self.group))
+
+    def finish(self) -> Values:
+        for work in self.works:
+            work.wait()
+        where = {rank: dict(zip(self.grads, told.tolist(), strict=True)) for rank, told in self.told.items()}
+        sums = {}
+        for path, grad in self.grads.items():
+            cut = self.cuts[path]
+            own = cut.part(grad, cut.rank)
+            parts = [own] * cut.world
+            for rank, _ in self.peers:
+                parts[rank] = torch.empty_like(own, memory_format=torch.contiguous_format)
+                self.memory.read(rank, where[rank][path], parts[rank])
+            sums[path] = _add_up(parts, cut.rank)
+        done, theirs = torch.zeros(1), [torch.empty(1) for _ in self.peers]
+        works: list[Any] = [dist.isend(done, peer, group=self.group, tag=1) for _, peer in self.peers]
+        works += [dist.irecv(signal, peer, group=self.group, tag=1) for signal, (_, peer) in zip(theirs, self.peers, strict=True)]
+        for work in works:
+            work.wait()
+        return sums
 
 
 class _PairwiseGather:

@@ -1,0 +1,81 @@
+"""Tokens per second with and without ``data.packing``, on the digits and on conversations of very different lengths.
+
+    python benchmarks/packing.py [--steps 12]
+
+Both sides run the Trainer on the same rows and the same model, one process, with micro-batches of about as many tokens: samples
+one by one, the whole rows of a padded batch, and packs. Medians over steps, the first left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import runpy
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hyper_parallel.config_loader import config_from_dict
+from hyper_parallel.trainer.trainer import Trainer
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3_vl_digits"
+TOKENS = 1024  # of a pack
+
+
+def mixed_rows(path: Path, rows: int = 1500) -> None:
+    """Text of 5 to 900 words, most of them short, as in real conversations."""
+    generator = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(rows):
+            words = min(900, int(generator.lognormvariate(4.0, 1.1)) + 5)
+            answer = " ".join(generator.choice(("the", "model", "reads", "seven", "pictures")) for _ in range(words))
+            messages = [{"role": "user", "content": "go on"}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def tokens_per_second(digits: Path, rows: Path, output: Path, steps: int, **data: Any) -> tuple[float, float]:
+    """Median tokens per second, and median tokens of a step."""
+    raw = yaml.safe_load((EXAMPLE / "train.yaml").read_text())
+    micro_batch = data.pop("micro_batch_size")
+    raw["model"]["tokenizer_path"] = str(digits / "model")
+    raw["data"] = {"type": "json_file", "train_path": str(rows), "max_seq_len": TOKENS, **data}
+    raw["train"] |= {"max_steps": steps, "micro_batch_size": micro_batch, "global_batch_size": micro_batch}
+    raw["train"] |= {"checkpoint": {"output_dir": str(output), "save_steps": 0}, "eval": {"eval_steps": 0}}
+    raw["train"]["logging"] = {"log_steps": 10 * steps}
+    Trainer(config_from_dict(raw, source="benchmark")).train()
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    tokens = [record["tokens_per_second"] * record["step_time"] for record in records]
+    return statistics.median(record["tokens_per_second"] for record in records), statistics.median(tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        sys.argv = ["prepare.py", "--out", str(root / "digits")]
+        runpy.run_path(str(EXAMPLE / "prepare.py"), run_name="__main__")
+        mixed_rows(root / "mixed.jsonl")
+        lines = []
+        for data, rows in (("digits", root / "digits" / "train.jsonl"), ("mixed lengths", root / "mixed.jsonl")):
+            base = None
+            for label, options in (
+                ("one sample", {"micro_batch_size": 1}),
+                ("4 samples", {"micro_batch_size": 4}),
+                (f"a pack of {TOKENS}", {"micro_batch_size": 1, "packing": True}),
+            ):
+                speed, tokens = tokens_per_second(root / "digits", rows, root / f"{data} {label}", steps, **options)
+                base = base or speed
+                lines.append(f"{data:14} {label:16} {tokens:8.0f} {speed:10.0f} {speed / base:6.2f}")
+        print(f"{'data':14} {'micro-batch':16} {'tokens':>8} {'tokens/s':>10} {'ratio':>6}")
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
