@@ -40,17 +40,23 @@ class Contender:
     threads: int
     axis: str = ""  # the mesh axis of size ``ranks``
     remat: bool = False
+    reshard: bool = True  # False: gathered weights are kept from the forward to the backward
 
 
 CONTENDERS = (
     Contender("ours, 1 rank x 2 threads", 1, 2),
     Contender("ours, FSDP 2", 2, 1, "dp_shard"),
+    Contender("ours, FSDP 2, kept", 2, 1, "dp_shard", reshard=False),
     Contender("ours, FSDP 2, remat", 2, 1, "dp_shard", remat=True),
     Contender("ours, TP 2", 2, 1, "tp"),
     Contender("fully_shard + transformers, 2", 2, 1, "fully_shard"),
     Contender("fully_shard + transformers, 2, remat", 2, 1, "fully_shard", remat=True),
 )
-PEER = {"ours, FSDP 2": "fully_shard + transformers, 2", "ours, FSDP 2, remat": "fully_shard + transformers, 2, remat"}
+PEER = {
+    "ours, FSDP 2": "fully_shard + transformers, 2",
+    "ours, FSDP 2, kept": "fully_shard + transformers, 2",
+    "ours, FSDP 2, remat": "fully_shard + transformers, 2, remat",
+}
 
 
 def samples(batch: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -69,7 +75,7 @@ def ours(case: Case, contender: Contender, rank: int) -> Callable[[], float]:
     state = init_state(params if mesh is None else shard(params, mesh, placement.layouts), case.config)
     del params
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-    recipe = Recipe(remat="full" if contender.remat else "off")
+    recipe = Recipe(remat="full" if contender.remat else "off", reshard=contender.reshard)
     train_step = make_train_step(case.config, optimizer, recipe, placement=placement)
     batch = make_batch(case)
     if contender.axis == "dp_shard":
@@ -173,6 +179,8 @@ _COLLECTIVES = (
 def serve(case: Case, contender: Contender, rank: int, port: int, pipe: Connection) -> None:
     """One rank: build, then step when told, until told to stop."""
     torch.set_num_threads(contender.threads)
+    if contender.ranks > 1:  # as the Trainer does, for the peer too
+        Platform("cpu").keep_freed_memory()
     if contender.ranks > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(contender.ranks))
         dist.init_process_group("gloo")

@@ -188,6 +188,8 @@ def load_rng(directory: Path, rank: int, platform: Platform) -> str | None:
         random.setstate((version, tuple(words), gauss))
         name, keys, position, has_gauss, cached = extra["numpy"]
         np.random.set_state((name, keys.numpy().view(np.uint32), position, has_gauss, cached))
+        if extra["device_type"] != platform.device_type:
+            return f"{directory} was written on {extra['device_type']}: this {platform.device_type}'s random numbers start afresh"
         if extra["device"] is not None:
             platform.set_rng_state(extra["device"])
     return None
@@ -235,7 +237,12 @@ class Checkpointer:
             progress,
             self.model.snapshot(),
             torch.get_rng_state(),
-            {"python": _python_rng(), "numpy": _numpy_rng(), "device": self.platform.rng_state()},
+            {
+                "python": _python_rng(),
+                "numpy": _numpy_rng(),
+                "device": self.platform.rng_state(),
+                "device_type": self.platform.device_type,
+            },
             loader.state_dict(),
         )
         if not self.settings.save_async:

@@ -83,6 +83,7 @@ def join(train: TrainConfig, platform: Platform) -> Ranks:
     device = platform.device(local_rank)
     if world_size == 1:
         return Ranks(rank, world_size, device, topology, None, 0)
+    platform.keep_freed_memory()
     if not dist.is_initialized():
         dist.init_process_group(train.comm_backend or platform.backend, timeout=TIMEOUT)
     axes = tuple(field.name for field in fields(Topology))

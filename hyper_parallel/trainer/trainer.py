@@ -117,10 +117,12 @@ class Trainer:
                 extra={**report.extra, **self._utilisation(step_tokens / elapsed)},
             )
             self._tell("on_step_end", record)
-            ends = step == self.total_steps or self.stopped_by > 0
-            if self.eval_loader and (step == self.total_steps or (train.eval.eval_steps and step % train.eval.eval_steps == 0)):
+            last = step == self.total_steps
+            if last:
+                self.stopped_by = 0  # nothing was cut short
+            if self.eval_loader and (last or (train.eval.eval_steps and step % train.eval.eval_steps == 0)):
                 self._tell("on_eval_end", step, self.evaluate())
-            if train.checkpoint.save_steps > 0 and (ends or step % train.checkpoint.save_steps == 0):
+            if train.checkpoint.save_steps > 0 and (last or self.stopped_by or step % train.checkpoint.save_steps == 0):
                 self.checkpointer.save(self.progress, self.loader)
             if self.stopped_by:
                 self.checkpointer.drain()
