@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,10 +123,11 @@ def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.T
 
 def _values(indices: torch.Tensor) -> list[int]:
     """An integer tensor as a list. torch 2.6's ``tolist`` does not see through the wrappers of torch.func."""
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while functorch.is_functorch_wrapped_tensor(indices):
-        indices = functorch.get_unwrapped(indices)
-    return indices.tolist()
+    internals: Any = torch._C
+    while internals._functorch.is_functorch_wrapped_tensor(indices):
+        indices = internals._functorch.get_unwrapped(indices)
+    with internals._DisableFuncTorch():
+        return indices.tolist()
 
 
 def _can_group(x_RD: torch.Tensor, weight_EDF: torch.Tensor) -> bool:

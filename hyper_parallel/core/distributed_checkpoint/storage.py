@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import xxhash
 from safetensors.torch import save_file
 
 CHECKSUM = "xxh3_128"
+_ZIP_OPTIONS = threading.Lock()
 _BLOCK = 1 << 24  # bytes hashed at a time
 
 
@@ -119,9 +121,10 @@ def _without_zip_checksums() -> Iterator[None]:
     if not hasattr(serialization, "set_crc32_options"):
         yield
         return
-    before = serialization.get_crc32_options()
-    serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        serialization.set_crc32_options(before)
+    with _ZIP_OPTIONS:  # in torch 2.6 they are those of the whole process, and two threads write
+        before = serialization.get_crc32_options()
+        serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            serialization.set_crc32_options(before)
