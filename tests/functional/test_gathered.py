@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import mesh, ranks
+from rank_pool import mesh, ranks
 
 from qwen3vl_functional.gathered import GatheredWeights
 from qwen3vl_functional.sharding import AXES, Axes, Layout, layouts, local_slices

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ranks
+from rank_pool import ranks
 
 from qwen3vl_functional.peers import PeerMemory, peer_memory
 

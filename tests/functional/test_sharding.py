@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import mesh, ranks
+from rank_pool import mesh, ranks
 from safetensors.torch import save_file
 
 from qwen3vl_functional import Qwen3VLMoeConfig, hf, init_params, load_params, param_specs, save_params

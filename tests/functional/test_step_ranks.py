@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import mesh, ranks
+from rank_pool import mesh, ranks
 
 from qwen3vl_functional import AdamW, Recipe, init_state, make_eval_step, make_train_step, param_specs
 from qwen3vl_functional import loss as loss_module

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).parents[1] / "functional"))
 
-from ranks import ranks
+from rank_pool import ranks
 from test_launch_ranks import TORCHRUN, _alive, _wait_for, launch, metrics, output, started
 from test_launch_ranks import conversations as conversations
 from test_launch_ranks import small as small
