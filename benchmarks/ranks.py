@@ -40,13 +40,11 @@ class Contender:
     threads: int
     axis: str = ""  # the mesh axis of size ``ranks``
     remat: bool = False
-    reshard: bool = True  # False: gathered weights are kept from the forward to the backward
 
 
 CONTENDERS = (
     Contender("ours, 1 rank x 2 threads", 1, 2),
     Contender("ours, FSDP 2", 2, 1, "dp_shard"),
-    Contender("ours, FSDP 2, kept", 2, 1, "dp_shard", reshard=False),
     Contender("ours, FSDP 2, remat", 2, 1, "dp_shard", remat=True),
     Contender("ours, TP 2", 2, 1, "tp"),
     Contender("fully_shard + transformers, 2", 2, 1, "fully_shard"),
@@ -54,7 +52,6 @@ CONTENDERS = (
 )
 PEER = {
     "ours, FSDP 2": "fully_shard + transformers, 2",
-    "ours, FSDP 2, kept": "fully_shard + transformers, 2",
     "ours, FSDP 2, remat": "fully_shard + transformers, 2, remat",
 }
 
@@ -75,7 +72,7 @@ def ours(case: Case, contender: Contender, rank: int) -> Callable[[], float]:
     state = init_state(params if mesh is None else shard(params, mesh, placement.layouts), case.config)
     del params
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-    recipe = Recipe(remat="full" if contender.remat else "off", reshard=contender.reshard)
+    recipe = Recipe(remat="full" if contender.remat else "off")
     train_step = make_train_step(case.config, optimizer, recipe, placement=placement)
     batch = make_batch(case)
     if contender.axis == "dp_shard":
