@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from cases import SMALL
 
 from hyper_parallel.config_loader import config_from_dict
-from hyper_parallel.trainer.checkpoint import Progress, problems
+from hyper_parallel.trainer.resume import Progress, problems
 from hyper_parallel.trainer.trainer import Trainer
 from qwen3vl_functional.spec import leaves
 

@@ -128,7 +128,7 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
 
         return call
 
-    import qwen3vl_functional.gathered as gathered
+    import qwen3vl_functional.transfers as transfers
     from qwen3vl_functional.peers import PeerMemory
 
     def part(ranks: int) -> float:
@@ -144,8 +144,8 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
     weights = {"part": part, "both_ways": both_ways, "whole": whole}
     for module, name, kind in _COLLECTIVES:
         setattr(module, name, counted(saved[module, name], weights[kind]))
-    own = gathered.gather_single, gathered.scatter_single
-    gathered.gather_single, gathered.scatter_single = (counted(function, part) for function in own)
+    own = transfers.gather_single, transfers.scatter_single
+    transfers.gather_single, transfers.scatter_single = (counted(function, part) for function in own)
     read = PeerMemory.read
 
     def counted_read(self: PeerMemory, rank: int, address: int, target: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def bytes_on_the_wire(step: Callable[[], float]) -> int:
         PeerMemory.read = read
         for (module, name), function in saved.items():
             setattr(module, name, function)
-        gathered.gather_single, gathered.scatter_single = own
+        transfers.gather_single, transfers.scatter_single = own
     return sent
 
 

@@ -19,7 +19,7 @@ from . import models
 from .config_loader import config_from_dict, load_config
 from .core.distributed_checkpoint.chunks import ChunkedTensors, is_checkpoint
 from .core.distributed_checkpoint.manifest import damage, read_manifest
-from .trainer.checkpoint import load_progress, newest_first
+from .trainer.resume import load_progress, newest_first
 
 Tensors = dict[str, tuple[tuple[int, ...], Callable[[], torch.Tensor]]]
 

@@ -1,4 +1,4 @@
-"""The ``step_<N>`` directories of a run: written whole or not at all, checked before they are read, and resumed from."""
+"""The ``step_<N>`` directories of a run: written whole or not at all, now or in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import random
-import re
 import shutil
 import threading
 import time
@@ -25,24 +24,19 @@ from ..core.distributed_checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    damage,
-    read_manifest,
     record_file,
     write_manifest,
 )
 from ..core.distributed_checkpoint.metadata import Metadata, merge, metadata_bytes
 from ..core.distributed_checkpoint.optimizer import optimizer_file, optimizer_state_dict
-from ..core.distributed_checkpoint.storage import flush_directory, read_pt, write_bytes, write_pt, write_tensors
+from ..core.distributed_checkpoint.storage import flush_directory, write_bytes, write_pt, write_tensors
 from ..data.loader import ResumableLoader
-from ..data.sampler import Position
 from ..platform import Platform
 from .adapter import ModelAdapter, ModelState
 from .distributed import Ranks
+from .resume import EXTRA_STATE, STEP, Progress, manifest_of, newest_first
 
-EXTRA_STATE = "extra_state.json"
 SCHEDULER = "scheduler.pt"
-LATEST = "latest"
-_STEP = re.compile(r"step_(\d+)")
 
 
 def make_output_dir(config: CheckpointConfig) -> Path:
@@ -57,145 +51,6 @@ def make_output_dir(config: CheckpointConfig) -> Path:
 
 class SaveError(RuntimeError):
     """A checkpoint was not written; the run's state and earlier checkpoints are as they were."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come: optimizer steps, epochs and tokens taken."""
-
-    step: int = 0
-    epoch: int = 0
-    consumed_tokens: int = 0
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
-
-
-def find(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
-    """The directory that ``load_path`` names, checked by all ranks together; None to start afresh.
-
-    ``latest`` is the newest whole one in ``output_dir``; damaged ones are reported and passed over. Raises ValueError, on every
-    rank, for a checkpoint that is missing, unfinished or damaged, with the files and what is wrong with them.
-    """
-    load_path, output_dir = config.train.checkpoint.load_path, Path(config.train.checkpoint.output_dir)
-    weights = config.model.weights_path
-    if load_path is None:
-        if weights is not None and (Path(weights) / MANIFEST).exists() and (found := problems(Path(weights), ranks)):
-            raise ValueError(f"model.weights_path = {weights} cannot be loaded: {'; '.join(found)}")
-        return None
-    if load_path != LATEST:
-        directory = Path(load_path)
-        if found := problems(directory, ranks):
-            raise ValueError(f"train.checkpoint.load_path = {directory} cannot be resumed from: {'; '.join(found)}")
-        return directory
-    candidates: list[Path] = ranks.gather(newest_first(output_dir) if ranks.is_main else [])[0]
-    for directory in candidates:
-        if not (found := problems(directory, ranks)):
-            return directory
-        say(f"{directory} is passed over: {'; '.join(found)}")
-    raise ValueError(
-        f"train.checkpoint.load_path = latest: {output_dir} holds no whole step_<N> directory "
-        f"({len(candidates)} damaged); to start afresh, set it to null"
-    )
-
-
-def newest_first(output_dir: Path) -> list[Path]:
-    """The ``step_<N>`` directories of a run, by the time they were finished, then by number."""
-
-    def age(directory: Path) -> tuple[str, int]:
-        manifest = _manifest(directory)
-        return (manifest.saved_at if manifest else "", step_number(directory))
-
-    directories = output_dir.iterdir() if output_dir.is_dir() else ()
-    return sorted((path for path in directories if path.is_dir() and _STEP.fullmatch(path.name)), key=age, reverse=True)
-
-
-def step_number(directory: Path) -> int:
-    """N of ``step_<N>``."""
-    match = _STEP.fullmatch(directory.name)
-    assert match is not None, directory
-    return int(match[1])
-
-
-def problems(directory: Path, ranks: Ranks) -> list[str]:
-    """Why a directory cannot be resumed from, a sentence each; ranks share the reading of the files."""
-    mine = []
-    try:
-        if not directory.is_dir():
-            raise ValueError(f"{directory} does not exist")
-        manifest = read_manifest(directory)
-        if manifest is None:
-            _check_without_manifest(directory)
-        else:
-            names = [name for name in manifest.files if not name.startswith(f"{HF_WEIGHTS}/")]
-            by_size = sorted(names, key=lambda name: manifest.files[name].size)
-            mine = damage(directory, manifest.files, by_size[ranks.rank :: ranks.world_size])
-    except (ValueError, OSError) as error:
-        mine = [str(error)]
-    return list(dict.fromkeys(problem for part in ranks.gather(mine) for problem in part))
-
-
-def _check_without_manifest(directory: Path) -> None:
-    """What can be said of a checkpoint that another Trainer wrote: all files are there and their headers are right."""
-    if not (directory / EXTRA_STATE).exists():
-        raise ValueError(
-            f"{directory / EXTRA_STATE} is missing: the save was not finished, or this is no step_<N> directory (for weights "
-            "alone, set model.weights_path to it)"
-        )
-    tensors = ChunkedTensors(directory)
-    for file in tensors.files:
-        rank = re.fullmatch(r"_rank(\d+)_\.safetensors", file)
-        names = [file, *([optimizer_file(int(rank[1]))] if rank else [])]
-        if missing := [name for name in names if not (directory / name).is_file()]:
-            raise ValueError(f"{directory / missing[0]} is missing")
-    tensors.check()
-
-
-def load_progress(directory: Path) -> Progress:
-    """How far the run had come that wrote a checkpoint."""
-    path = directory / EXTRA_STATE
-    try:
-        extra = json.loads(path.read_text())
-        step, epoch = int(extra["global_step"]), int(extra["epoch"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error!r}") from None
-    manifest = read_manifest(directory)
-    return Progress(step, epoch, manifest.consumed_tokens if manifest else 0)
-
-
-def load_position(directory: Path, loader: ResumableLoader, step: int) -> str | None:
-    """Move the loader to where the run was; returns what there is to say, if anything.
-
-    The position is one for all ranks. Another Trainer's loader is in its own order: then the loader goes to where this
-    Trainer is after as many steps.
-    """
-    if not (directory / MANIFEST).exists():
-        loader.batch_sampler.seek(Position(*loader.batch_sampler.position_at(step)))
-        return f"{directory} holds another Trainer's data position: data go on where step {step} of this Trainer ends"
-    loader.load_state_dict(read_pt(directory / "dataloader_rank0.pt"))
-    return None
-
-
-def load_rng(directory: Path, rank: int, platform: Platform) -> str | None:
-    """Restore this rank's generators; returns what there is to say, if anything (a rank that was not there has none)."""
-    path, extra_path = directory / f"rng_rank{rank}.pt", directory / f"rng_extra_rank{rank}.pt"
-    if not path.exists():
-        return f"{directory} was written by fewer ranks: rank {rank} starts its random numbers from train.seed"
-    torch.set_rng_state(read_pt(path))
-    if extra_path.exists():
-        extra = read_pt(extra_path)
-        version, words, gauss = extra["python"]
-        random.setstate((version, tuple(words), gauss))
-        name, keys, position, has_gauss, cached = extra["numpy"]
-        np.random.set_state((name, keys.numpy().view(np.uint32), position, has_gauss, cached))
-        if extra["device_type"] != platform.device_type:
-            return f"{directory} was written on {extra['device_type']}: this {platform.device_type}'s random numbers start afresh"
-        if extra["device"] is not None:
-            platform.set_rng_state(extra["device"])
-    return None
-
-
-# --- writing --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -383,7 +238,7 @@ def _write_rank(directory: Path, rank: int, snapshot: _Snapshot) -> _Written:
 def recover(output_dir: Path) -> None:
     """Clear up after a run that was killed while saving: what was being replaced comes back, what was unfinished goes."""
     for old in output_dir.glob("step_*.old"):
-        if not _STEP.fullmatch(old.stem):
+        if not STEP.fullmatch(old.stem):
             continue
         target = old.with_suffix("")
         if target.exists():
@@ -391,7 +246,7 @@ def recover(output_dir: Path) -> None:
         else:
             old.rename(target)
     for partial in output_dir.glob("step_*.partial"):
-        if _STEP.fullmatch(partial.stem):
+        if STEP.fullmatch(partial.stem):
             shutil.rmtree(partial)
 
 
@@ -414,18 +269,10 @@ def put_in_place(partial: Path, target: Path) -> None:
 def _later_than(earlier: list[Path]) -> str:
     """Now, in UTC; or just after the newest checkpoint, should it come from a machine whose clock is ahead."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    manifest = next((manifest for path in earlier if (manifest := _manifest(path))), None)
+    manifest = next((manifest for path in earlier if (manifest := manifest_of(path))), None)
     if manifest is not None:
         now = max(now, datetime.datetime.fromisoformat(manifest.saved_at) + datetime.timedelta(microseconds=1))
     return now.isoformat(timespec="microseconds")
-
-
-def _manifest(directory: Path) -> Manifest | None:
-    """The manifest of a directory; None where there is none that can be read."""
-    try:
-        return read_manifest(directory)
-    except ValueError:
-        return None
 
 
 def _make_empty(directory: Path) -> None:

@@ -16,9 +16,10 @@ from ..core.distributed_checkpoint.chunks import hugging_face_directory
 from ..data.loader import build_eval_loader, build_loader
 from .adapter import Batch, EvalReport
 from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, ProgressBar, StepRecord, TensorBoard
-from .checkpoint import Checkpointer, Progress, find, load_position, load_progress, load_rng, make_output_dir
+from .checkpoint import Checkpointer, make_output_dir
 from .distributed import join
 from .interruption import Interruption
+from .resume import Progress, find, load_position, load_progress, load_rng
 
 
 class Trainer:

@@ -20,8 +20,9 @@ from hyper_parallel.core.distributed_checkpoint.chunks import Part
 from hyper_parallel.core.distributed_checkpoint.optimizer import ParamGroup
 from hyper_parallel.data.loader import ResumableLoader
 from hyper_parallel.trainer.adapter import ModelAdapter, ModelState
-from hyper_parallel.trainer.checkpoint import Checkpointer, Progress
+from hyper_parallel.trainer.checkpoint import Checkpointer
 from hyper_parallel.trainer.distributed import Ranks
+from hyper_parallel.trainer.resume import Progress
 from qwen3vl_functional.sharding import AXES, Layout, local_slices
 
 ADAMW = {"weight_decay": 0.01, "lr": 2e-5, "betas": (0.9, 0.999), "eps": 1e-8, "initial_lr": 1e-4}

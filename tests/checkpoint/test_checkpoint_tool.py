@@ -18,7 +18,7 @@ from hyper_parallel.config_loader import config_from_dict
 from hyper_parallel.core.distributed_checkpoint.chunks import ChunkedTensors
 from hyper_parallel.core.distributed_checkpoint.manifest import read_manifest
 from hyper_parallel.core.distributed_checkpoint.optimizer import StoredMoments
-from hyper_parallel.trainer.checkpoint import problems
+from hyper_parallel.trainer.resume import problems
 from hyper_parallel.trainer.trainer import Trainer
 from qwen3vl_functional.spec import leaves
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.optimizer import ParamGroup, Sto
 from hyper_parallel.core.distributed_checkpoint.storage import read_pt
 from hyper_parallel.data.loader import build_loader
 from hyper_parallel.data.spec import DataSpec
-from hyper_parallel.trainer.checkpoint import Progress, find, load_position, load_progress, load_rng, problems
+from hyper_parallel.trainer.resume import Progress, find, load_position, load_progress, load_rng, problems
 from qwen3vl_functional import Qwen3VLMoeConfig, param_specs
 from qwen3vl_functional.sharding import AXES, layouts
 

@@ -13,12 +13,8 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
     flush_directory,
     write_tensors,
 )
-from hyper_parallel.trainer.checkpoint import (
-    SaveError,
-    problems,
-    put_in_place,
-    recover,
-)
+from hyper_parallel.trainer.checkpoint import SaveError, put_in_place, recover
+from hyper_parallel.trainer.resume import problems
 
 # --- put in place, and what a crash leaves ----------------------------------------------------------------------------
 

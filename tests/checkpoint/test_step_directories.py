@@ -19,7 +19,7 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
 )
 from hyper_parallel.data.loader import build_loader
 from hyper_parallel.data.spec import DataSpec
-from hyper_parallel.trainer.checkpoint import (
+from hyper_parallel.trainer.resume import (
     Progress,
     find,
     load_position,

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "qwen3vl_functional"
 # fmt: off
 LADDER = [
-    "config", "spec", "collectives", "peers", "sharding", "transforms", "gathered", "layers", "positions", "moe", "vision",
-    "text", "model", "loss", "optim", "step", "hf",
+    "config", "spec", "collectives", "peers", "sharding", "transforms", "transfers", "gathered", "layers", "positions", "moe",
+    "vision", "text", "model", "loss", "optim", "step", "hf",
 ]
 # fmt: on
 ADAPTER = "hyper_parallel.models.qwen3_vl_moe"

@@ -13,7 +13,7 @@ import yaml
 
 from hyper_parallel.config_loader import config_from_dict
 from hyper_parallel.trainer.callbacks import Callback
-from hyper_parallel.trainer.checkpoint import Progress
+from hyper_parallel.trainer.resume import Progress
 from hyper_parallel.trainer.trainer import Trainer
 from qwen3vl_functional import AdamW, init_params, init_state, load_params, make_train_step, param_specs, save_params
 from qwen3vl_functional.spec import leaves
