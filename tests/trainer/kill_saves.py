@@ -117,9 +117,10 @@ class Job:
         return True
 
     def kill(self, order: random.Random) -> None:
-        """SIGKILL to both, in any order."""
-        for process in order.sample(self.running, len(self.running)):
-            os.kill(process, signal.SIGKILL)
+        """SIGKILL to both, in any order; stopped first, so that neither sees the other go and complains."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in order.sample(self.running, len(self.running)):
+                os.kill(process, number)
         for process in self.running:
             os.waitpid(process, 0)
         self.running = []
