@@ -135,9 +135,11 @@ def work(rank: int, ranks: int, port: int, rounds: int, directory: Path, results
             drop_from_cache(directory)
 
     def load(which: Any, mesh: Any) -> None:
-        found = problems(step_directory, trainer.ranks)
+        def setup() -> None:
+            which.setup(total_steps=1000, device=trainer.ranks.device, mesh=mesh, resume=step_directory)
+
+        found = problems(step_directory, trainer.ranks, setup)
         assert not found, found
-        which.setup(total_steps=1000, device=trainer.ranks.device, mesh=mesh, resume=step_directory)
 
     raw = directory / f"raw_{rank}"
     writes: list[tuple[str, Callable[[], Any]]] = [

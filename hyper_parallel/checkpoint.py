@@ -104,7 +104,7 @@ def verify(directory: Path) -> int:
     manifest = read_manifest(directory)
     if manifest is None:
         raise ValueError(f"{directory} has no manifest.json: it is unfinished, or another Trainer wrote it")
-    if problems := damage(directory, manifest.files, sorted(manifest.files)):
+    if problems := damage(directory, manifest.files):
         print("\n".join(problems), file=sys.stderr)
         return 1
     print(f"{directory}: {len(manifest.files)} files are as they were written")

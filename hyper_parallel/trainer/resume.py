@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 
 from ..config import Config
 from ..core.distributed_checkpoint.chunks import HF_WEIGHTS, ChunkedTensors
-from ..core.distributed_checkpoint.manifest import MANIFEST, Manifest, damage, read_manifest
+from ..core.distributed_checkpoint.manifest import MANIFEST, FileRecord, Manifest, damage, read_manifest
 from ..core.distributed_checkpoint.optimizer import optimizer_file
 from ..core.distributed_checkpoint.storage import read_pt
 from ..data.loader import ResumableLoader
@@ -24,6 +26,7 @@ from .distributed import Ranks
 
 EXTRA_STATE = "extra_state.json"
 LATEST = "latest"
+SMALL = 1 << 24  # bytes of a file that is checked before anything is loaded
 STEP = re.compile(r"step_(\d+)")
 
 
@@ -36,26 +39,29 @@ class Progress:
     consumed_tokens: int = 0
 
 
-def find(config: Config, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
-    """The directory that ``load_path`` names, checked by all ranks together; None to start afresh.
+def restore(config: Config, ranks: Ranks, say: Callable[[str], None], load: Callable[[Path | None], None]) -> Path | None:
+    """Call ``load`` with the directory that ``load_path`` names (None: start afresh) while all ranks check its files; returns it.
 
     ``latest`` is the newest whole one in ``output_dir``; damaged ones are reported and passed over. Raises ValueError, on every
-    rank, for a checkpoint that is missing, unfinished or damaged, with the files and what is wrong with them.
+    rank, for a checkpoint that is missing, unfinished or damaged, with the files and what is wrong with them; what ``load``
+    made of it is then worth nothing.
     """
     load_path, output_dir = config.train.checkpoint.load_path, Path(config.train.checkpoint.output_dir)
-    weights = config.model.weights_path
     if load_path is None:
-        if weights is not None and (Path(weights) / MANIFEST).exists() and (found := problems(Path(weights), ranks)):
+        weights = config.model.weights_path
+        if weights is None or not (Path(weights) / MANIFEST).exists():
+            load(None)
+        elif found := problems(Path(weights), ranks, lambda: load(None)):
             raise ValueError(f"model.weights_path = {weights} cannot be loaded: {'; '.join(found)}")
         return None
     if load_path != LATEST:
         directory = Path(load_path)
-        if found := problems(directory, ranks):
+        if found := problems(directory, ranks, lambda: load(directory)):
             raise ValueError(f"train.checkpoint.load_path = {directory} cannot be resumed from: {'; '.join(found)}")
         return directory
     candidates: list[Path] = ranks.gather(newest_first(output_dir) if ranks.is_main else [])[0]
     for directory in candidates:
-        if not (found := problems(directory, ranks)):
+        if not (found := problems(directory, ranks, functools.partial(load, directory))):
             return directory
         say(f"{directory} is passed over: {'; '.join(found)}")
     raise ValueError(
@@ -90,9 +96,15 @@ def manifest_of(directory: Path) -> Manifest | None:
         return None
 
 
-def problems(directory: Path, ranks: Ranks) -> list[str]:
-    """Why a directory cannot be resumed from, a sentence each; ranks share the reading of the files."""
-    mine = []
+def problems(directory: Path, ranks: Ranks, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
+    """Why a directory cannot be resumed from, a sentence each; ranks share the reading of the files.
+
+    ``meanwhile`` is called once sizes and small files are known to be right, while the large ones are read for their checksums:
+    each file comes from the disk once, for both. What it raises is raised here, unless something is wrong with the files.
+    """
+    mine, failure = [], None
+    small: dict[str, FileRecord] = {}
+    large: dict[str, FileRecord] = {}
     try:
         if not directory.is_dir():
             raise ValueError(f"{directory} does not exist")
@@ -100,11 +112,35 @@ def problems(directory: Path, ranks: Ranks) -> list[str]:
         if manifest is None:
             _check_without_manifest(directory)
         else:
-            names = [name for name in manifest.files if not name.startswith(f"{HF_WEIGHTS}/")]
-            by_size = sorted(names, key=lambda name: manifest.files[name].size)
-            mine = damage(directory, manifest.files, by_size[ranks.rank :: ranks.world_size])
+            small, large = _share(manifest, ranks)
+        mine = damage(directory, small) + damage(directory, large, contents=False)
     except (ValueError, OSError) as error:
         mine = [str(error)]
+    if found := _all_of(mine, ranks):
+        return found
+    with ThreadPoolExecutor(1) as reader:
+        checksums = reader.submit(damage, directory, large)
+        try:
+            meanwhile()
+        except Exception as error:
+            failure = error
+        mine = checksums.result()
+    found = _all_of(mine, ranks)
+    if failure is not None and not found:
+        raise failure
+    return found
+
+
+def _share(manifest: Manifest, ranks: Ranks) -> tuple[dict[str, FileRecord], dict[str, FileRecord]]:
+    """The files that this rank checks: small ones, large ones. An export takes no part in resuming."""
+    files = [(name, record) for name, record in manifest.files.items() if not name.startswith(f"{HF_WEIGHTS}/")]
+    mine = sorted(files, key=lambda file: file[1].size)[ranks.rank :: ranks.world_size]
+    small = {name: record for name, record in mine if record.size <= SMALL}
+    return small, {name: record for name, record in mine if name not in small}
+
+
+def _all_of(mine: list[str], ranks: Ranks) -> list[str]:
+    """Every rank's problems, each once."""
     return list(dict.fromkeys(problem for part in ranks.gather(mine) for problem in part))
 
 

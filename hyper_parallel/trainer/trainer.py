@@ -19,7 +19,7 @@ from .callbacks import Callback, FiniteCheck, GarbageCollection, MetricsFile, Pr
 from .checkpoint import Checkpointer, make_output_dir
 from .distributed import join
 from .interruption import Interruption
-from .resume import Progress, find, load_position, load_progress, load_rng
+from .resume import Progress, load_position, load_progress, load_rng, restore
 
 
 class Trainer:
@@ -66,14 +66,10 @@ class Trainer:
             self.eval_loader = build_eval_loader(data, spec, **reading)
         self.callbacks = self._callbacks()
         self.checkpointer = Checkpointer(config, self.ranks, self.platform, self.model, self._say)
-        resume = find(config, self.ranks, self._say)
-        self.progress = Progress() if resume is None else self._progress_of(resume)
-        description = self.model.setup(
-            total_steps=self.total_steps, device=self.ranks.device, mesh=self.ranks.mesh, resume=resume
-        )
-        self._say(description)
-        if resume is not None:
-            self._resume(resume)
+        directory = restore(config, self.ranks, self._say, self._load)
+        self._say(self.description)
+        if directory is not None:
+            self._resume(directory)
 
     def train(self, interruption: Interruption | None = None) -> int:
         """Run to the last step. Returns the number of the signal that ended the run before, after one last save; 0: none did."""
@@ -139,8 +135,14 @@ class Trainer:
             )
         return progress
 
+    def _load(self, directory: Path | None) -> None:
+        """Make the model's state: that of a checkpoint, or (None) a run's first."""
+        self.progress = Progress() if directory is None else self._progress_of(directory)
+        device, mesh = self.ranks.device, self.ranks.mesh
+        self.description = self.model.setup(total_steps=self.total_steps, device=device, mesh=mesh, resume=directory)
+
     def _resume(self, directory: Path) -> None:
-        """Take up the run that wrote ``directory`` (whose weights the model has loaded)."""
+        """Take up the run that wrote ``directory`` (whose state the model has loaded)."""
         notes = [
             load_position(directory, self.loader, self.progress.step),
             load_rng(directory, self.ranks.rank, self.platform),

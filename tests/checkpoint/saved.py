@@ -117,6 +117,10 @@ def save_small(output_dir: Path, *steps: int, **checkpoint: Any) -> list[Path]:
     return directories
 
 
+def nothing(directory: Path | None) -> None:
+    """Loads nothing."""
+
+
 def names(directory: Path) -> set[str]:
     """Of what lies in a directory."""
     return {path.name for path in directory.iterdir()}

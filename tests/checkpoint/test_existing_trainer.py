@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved import ADAMW, ALONE, checkpointer, cut, run_ranks, save, small_config, state
+from saved import ADAMW, ALONE, checkpointer, cut, nothing, run_ranks, save, small_config, state
 
 from hyper_parallel import models, platform
 from hyper_parallel.config import DataConfig
@@ -22,7 +22,7 @@ from hyper_parallel.core.distributed_checkpoint.optimizer import ParamGroup, Sto
 from hyper_parallel.core.distributed_checkpoint.storage import read_pt
 from hyper_parallel.data.loader import build_loader
 from hyper_parallel.data.spec import DataSpec
-from hyper_parallel.trainer.resume import Progress, find, load_position, load_progress, load_rng, problems
+from hyper_parallel.trainer.resume import Progress, load_position, load_progress, load_rng, problems, restore
 from qwen3vl_functional import Qwen3VLMoeConfig, param_specs
 from qwen3vl_functional.sharding import AXES, layouts
 
@@ -174,9 +174,9 @@ def test_data_go_on_where_this_trainer_would_be(sample):
 
 def test_it_can_be_resumed_from(sample, tmp_path):
     assert problems(sample / "step_2", ALONE) == []
-    assert find(small_config(tmp_path, load_path=str(sample / "step_2")), ALONE, print) == sample / "step_2"
+    assert restore(small_config(tmp_path, load_path=str(sample / "step_2")), ALONE, print, nothing) == sample / "step_2"
     with pytest.raises(ValueError, match=r"global_step_2/extra_state.json is missing: .*set model.weights_path to it"):
-        find(small_config(tmp_path, load_path=str(sample / "global_step_2")), ALONE, print)
+        restore(small_config(tmp_path, load_path=str(sample / "global_step_2")), ALONE, print, nothing)
 
 
 @pytest.mark.parametrize("name", ["_rank1_.safetensors", "optimizer_rank1.pt", "extra_state.json", "_rank0_.safetensors"])

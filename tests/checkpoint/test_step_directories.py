@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from saved import ALONE, checkpointer, names, run_ranks, save, save_small, small_config, small_state
+from saved import ALONE, checkpointer, names, nothing, run_ranks, save, save_small, small_config, small_state
 
 from hyper_parallel import platform
 from hyper_parallel.config import DataConfig
@@ -19,14 +19,15 @@ from hyper_parallel.core.distributed_checkpoint.storage import (
 )
 from hyper_parallel.data.loader import build_loader
 from hyper_parallel.data.spec import DataSpec
+from hyper_parallel.trainer import resume
 from hyper_parallel.trainer.resume import (
     Progress,
-    find,
     load_position,
     load_progress,
     load_rng,
     newest_first,
     problems,
+    restore,
 )
 
 FILES = (
@@ -44,7 +45,7 @@ FILES = (
 
 def latest(output_dir: Path, **options) -> tuple[Path, list[str]]:
     said: list[str] = []
-    found = find(small_config(output_dir, load_path="latest", **options), ALONE, said.append)
+    found = restore(small_config(output_dir, load_path="latest", **options), ALONE, said.append, nothing)
     assert found is not None
     return found, said
 
@@ -74,7 +75,7 @@ def test_a_whole_one_has_no_problems_and_lists_every_file(written):
         assert problems(directory, ALONE) == []
         assert manifest is not None and set(manifest.files) == set(FILES) == names(directory) - {"manifest.json"}
         assert (manifest.step, manifest.world_size, manifest.topology["dp_shard"]) == (step, 1, 1)
-        assert find(small_config(written, load_path=str(directory)), ALONE, print) == directory
+        assert restore(small_config(written, load_path=str(directory)), ALONE, print, nothing) == directory
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -98,7 +99,7 @@ def test_every_fault_of_every_file_is_named(run, name, fault, reason):
     (problem,) = problems(directory, ALONE)
     assert re.fullmatch(re.escape(str(directory / name)) + " " + reason, problem)
     with pytest.raises(ValueError, match=re.escape(f"load_path = {directory} cannot be resumed from: {problem}")):
-        find(small_config(run, load_path=str(directory)), ALONE, print)
+        restore(small_config(run, load_path=str(directory)), ALONE, print, nothing)
     found, said = latest(run)
     assert found == run / "step_2"
     assert said == [f"{directory} is passed over: {problem}"]
@@ -177,11 +178,11 @@ def test_weights_of_a_damaged_checkpoint_are_refused(run):
     config = small_config(run)
     weights = run / "step_3"
     object.__setattr__(config.model, "weights_path", str(weights))
-    assert find(config, ALONE, print) is None
+    assert restore(config, ALONE, print, nothing) is None
     flip(weights / "_rank0_.safetensors", 0.9)
     message = f"model.weights_path = {weights} cannot be loaded: {weights / '_rank0_.safetensors'} is damaged"
     with pytest.raises(ValueError, match=re.escape(message)):
-        find(config, ALONE, print)
+        restore(config, ALONE, print, nothing)
 
 
 def test_ranks_share_the_checking_and_tell_the_same(run):
@@ -195,12 +196,51 @@ def test_ranks_share_the_checking_and_tell_the_same(run):
 
     def refused(ranks):
         with pytest.raises(ValueError) as refusal:
-            find(small_config(run, load_path=str(directory)), ranks, print)
+            restore(small_config(run, load_path=str(directory)), ranks, print, nothing)
         return str(refusal.value)
 
     assert len(set(run_ranks((1, 3, 1, 1, 1), refused))) == 1
     config = small_config(run, load_path="latest")
-    assert set(run_ranks((1, 3, 1, 1, 1), lambda ranks: find(config, ranks, lambda _: None))) == {run / "step_2"}
+    assert set(run_ranks((1, 3, 1, 1, 1), lambda ranks: restore(config, ranks, lambda _: None, nothing))) == {run / "step_2"}
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no such weights"), RuntimeError("shapes differ")])
+def test_what_loading_raises_is_raised_unless_the_files_explain_it(run, monkeypatch, error):
+    """Every file counts as large: it is loaded from while it is read for its checksum."""
+    monkeypatch.setattr(resume, "SMALL", 0)
+    loaded = []
+
+    def load(directory):
+        loaded.append(directory)
+        if error is not None:
+            raise error
+
+    step_3, whole = run / "step_3", small_config(run, load_path=str(run / "step_2"))
+    if error is None:
+        assert restore(whole, ALONE, print, load) == run / "step_2"
+    else:
+        with pytest.raises(type(error), match=str(error)):
+            restore(whole, ALONE, print, load)
+    flip(step_3 / "_rank0_.safetensors", 0.5)
+    with pytest.raises(ValueError, match=r"_rank0_\.safetensors is damaged"):
+        restore(small_config(run, load_path=str(step_3)), ALONE, print, load)
+    assert loaded == [run / "step_2", step_3]
+    cut_short(step_3 / "optimizer_rank0.pt")  # seen without reading
+    with pytest.raises(ValueError, match=r"optimizer_rank0\.pt has .* bytes"):
+        restore(small_config(run, load_path=str(step_3)), ALONE, print, load)
+    assert loaded == [run / "step_2", step_3]
+
+
+def test_what_was_loaded_from_damaged_files_is_loaded_anew(run, monkeypatch):
+    monkeypatch.setattr(resume, "SMALL", 0)
+    flip(run / "step_3" / "optimizer_rank0.pt", 0.5)
+    config = small_config(run, load_path="latest")
+
+    def on_each(ranks):
+        loaded: list[Path | None] = []
+        return restore(config, ranks, lambda _: None, loaded.append), loaded
+
+    assert run_ranks((1, 3, 1, 1, 1), on_each) == [(run / "step_2", [run / "step_3", run / "step_2"])] * 3
 
 
 def test_damage_names_what_it_was_asked_for_alone(run):
@@ -208,8 +248,8 @@ def test_damage_names_what_it_was_asked_for_alone(run):
     manifest = read_manifest(directory)
     assert manifest is not None
     cut_short(directory / "scheduler.pt")
-    assert damage(directory, manifest.files, ["0.metadata"]) == []
-    assert len(damage(directory, manifest.files, ["scheduler.pt", "0.metadata"])) == 1
+    assert damage(directory, {"0.metadata": manifest.files["0.metadata"]}) == []
+    assert len(damage(directory, manifest.files)) == 1
     assert read_manifest(run) is None
 
 
@@ -240,7 +280,7 @@ def test_the_latest_passes_over_all_that_are_damaged(run):
     flip(run / "step_1" / ".metadata", 0.1)
     said = []
     with pytest.raises(ValueError, match=rf"{re.escape(str(run))} holds no whole step_<N> directory \(3 damaged\)"):
-        find(small_config(run, load_path="latest"), ALONE, said.append)
+        restore(small_config(run, load_path="latest"), ALONE, said.append, nothing)
     assert len(said) == 3
 
 
@@ -248,7 +288,7 @@ def test_no_checkpoint_at_all(tmp_path):
     for directory in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=r"load_path = latest: .* \(0 damaged\); to start afresh, set it to null"):
             latest(directory)
-    assert find(small_config(tmp_path), ALONE, print) is None
+    assert restore(small_config(tmp_path), ALONE, print, nothing) is None
 
 
 def test_only_whole_names_are_considered(run):

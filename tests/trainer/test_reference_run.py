@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import TINY
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -30,10 +29,10 @@ NORM_TOLERANCE = 1e-4  # relative: clip_grad_norm_ adds up long gradients in one
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
+def weights(tiny_config, tmp_path_factory) -> Path:
     """The tiny model, with weights large enough that norms, biases, router and tower all count."""
-    text, vision = ({**TINY[part], "initializer_range": 0.15} for part in ("text_config", "vision_config"))
-    cfg = Qwen3VLMoeConfig.from_dict({**TINY, "text_config": text, "vision_config": vision})
+    text, vision = ({**tiny_config[part], "initializer_range": 0.15} for part in ("text_config", "vision_config"))
+    cfg = Qwen3VLMoeConfig.from_dict({**tiny_config, "text_config": text, "vision_config": vision})
     params = init_params(param_specs(cfg), seed=0)
     generator = torch.Generator().manual_seed(0)
     for _, leaf in leaves(params.to_dict()):

@@ -34,6 +34,7 @@ from hyper_parallel import checkpoint as tool
 from hyper_parallel.config_loader import config_from_dict
 from hyper_parallel.core.distributed_checkpoint.chunks import ChunkedTensors
 from hyper_parallel.data.loader import sampler_state
+from hyper_parallel.trainer import resume
 from hyper_parallel.trainer.callbacks import Callback, StepRecord
 from hyper_parallel.trainer.distributed import Ranks
 from hyper_parallel.trainer.interruption import REPEAT_SECONDS
@@ -225,22 +226,10 @@ def test_the_random_numbers_of_a_resumed_run_go_on(raw):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(make_raw, tmp_path_factory) -> Path:
     """A run of four steps that saved two of them. Nobody writes there."""
-    from conftest import TINY
-
-    overrides = {key: value for key, value in TINY.items() if key not in ("architectures", "model_type", "tie_word_embeddings")}
-    raw = {
-        "model": {"config_overrides": {"vl": True, **overrides}},
-        "data": {"type": "vl_dummy", "max_seq_len": 24, "vl_grid_h": 4, "vl_grid_w": 4},
-        "train": {
-            "max_steps": 4,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-            "optimizer": {"lr": 1e-2, "lr_warmup_ratio": 0.25},
-            "checkpoint": {"output_dir": str(tmp_path_factory.mktemp("finished") / "run"), "save_steps": 2},
-        },
-    }
+    raw = make_raw(tmp_path_factory.mktemp("finished") / "run")
+    raw["train"]["checkpoint"]["save_steps"] = 2
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     run(raw)
@@ -295,8 +284,10 @@ def test_a_torn_last_line_of_metrics_is_dropped(raw, finished):
     assert [record["step"] for record in metrics(raw)] == [1, 2, 3, 4]
 
 
-def test_latest_is_the_newest_and_passes_over_damage(raw, finished, capsys):
+@pytest.mark.parametrize("small", [0, resume.SMALL], ids=["loaded while checked", "checked first"])
+def test_latest_is_the_newest_and_passes_over_damage(raw, finished, capsys, monkeypatch, small):
     """By time, not by number: step 2 saved anew after step 4 is what the run did last."""
+    monkeypatch.setattr(resume, "SMALL", small)
     shutil.copytree(finished, output(raw))
     raw["data"]["train_size"] = 16
     raw["train"] |= {"max_steps": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -72,27 +73,28 @@ class Fetch(Protocol):
 def assemble(
     name: str, box: Box, dtype: torch.dtype, chunks: Iterable[StoredChunk], fetch: Fetch, *, source: object
 ) -> torch.Tensor:
-    """One box of a tensor, put together from the chunks that overlap it. ValueError if they leave a gap."""
+    """One box of a tensor, put together from the chunks that overlap it. ValueError if they leave a gap or contradict."""
     begin = tuple(part.start for part in box)
     sizes = tuple(part.stop - part.start for part in box)
-    result, filled = None, torch.zeros(())
+    pieces: dict[tuple[tuple[int, int], ...], tuple[StoredChunk, Box]] = {}  # by where they go; replicas once
     for chunk in chunks:
         low = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
         high = [min(a + n, b + m) for a, n, b, m in zip(begin, sizes, chunk.offsets, chunk.sizes, strict=True)]
-        shape = [b - a for a, b in zip(low, high, strict=True)]
-        if min(shape, default=1) <= 0:
-            continue
-        local = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-        piece = fetch(chunk, local)
-        if tuple(shape) == sizes:
-            return piece
-        if result is None:
-            result, filled = torch.empty(sizes, dtype=dtype), torch.zeros(sizes, dtype=torch.bool)
-        where = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
-        result[where], filled[where] = piece, True
-    if (count := int(filled.sum())) != math.prod(sizes):
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            where = tuple((a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
+            local = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            if where == tuple((0, size) for size in sizes):
+                return fetch(chunk, local)
+            pieces.setdefault(where, (chunk, local))
+    for one, other in itertools.combinations(pieces, 2):
+        if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
+            raise ValueError(f"{source}: chunks of {name} overlap, at {one} and {other} of the part at {begin}")
+    if (count := sum(math.prod(b - a for a, b in where) for where in pieces)) != math.prod(sizes):
         raise ValueError(f"{source}: {name} is incomplete: {count} of {math.prod(sizes)} elements of {list(sizes)} at {begin}")
-    return torch.empty(sizes, dtype=dtype) if result is None else result
+    result = torch.empty(sizes, dtype=dtype)
+    for where, (chunk, local) in pieces.items():
+        result[tuple(slice(a, b) for a, b in where)] = fetch(chunk, local)
+    return result
 
 
 class ChunkedTensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,15 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise ValueError(f"{path} is damaged: {error!r}") from None
 
 
-def damage(directory: Path, files: Mapping[str, FileRecord], names: Sequence[str]) -> list[str]:
-    """What is wrong with the named files, a sentence each."""
+def damage(directory: Path, files: Mapping[str, FileRecord], *, contents: bool = True) -> list[str]:
+    """What is wrong with files, a sentence each; without ``contents``, only what can be told without reading them."""
     problems = []
-    for name in names:
-        path, record = directory / name, files[name]
+    for name, record in sorted(files.items()):
+        path = directory / name
         if not path.is_file():
             problems.append(f"{path} is missing")
         elif (size := path.stat().st_size) != record.size:
             problems.append(f"{path} has {size} bytes, {record.size} were written")
-        elif checksum(path) != record.xxh3_128:
+        elif contents and checksum(path) != record.xxh3_128:
             problems.append(f"{path} is damaged: its checksum is not that of what was written")
     return problems

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 
 from qwen3vl_functional import (
@@ -139,16 +138,14 @@ class Qwen3VLMoeAdapter:
                 f"{directory} holds its experts transposed ({turned[0]}): start from its weights alone, set "
                 "model.weights_path to it instead of train.checkpoint.load_path"
             )
-        moments = StoredMoments(tensors, self._groups())
-
-        def load(moment: Moment) -> TensorDict:
-            flat = {}
-            for path in (path for group in self._groups() for path in group):
+        moments, groups = StoredMoments(tensors, self._groups()), self._groups()
+        trees: dict[Moment, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        for path in (path for group in groups for path in group):
+            for moment, flat in trees.items():  # both of a parameter: they lie beside each other in the file
                 local = moments.read(moment, path, self.placement.part(path)).to(self.device, torch.float32, copy=True)
                 flat[path] = self.placement.wrap(path, local.contiguous())
-            return to_tensordict({path: flat[path] for path in specs if path in flat})
-
-        return AdamWState(load("exp_avg"), load("exp_avg_sq"), moments.step)
+        exp_avg, exp_avg_sq = (to_tensordict({path: flat[path] for path in specs if path in flat}) for flat in trees.values())
+        return AdamWState(exp_avg, exp_avg_sq, moments.step)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
