@@ -173,8 +173,14 @@ def shard(params: TensorDict, mesh: DeviceMesh, placed: Mapping[str, Layout]) ->
 
 def unshard(params: TensorDict) -> TensorDict:
     """Every leaf whole on every rank; all ranks must call it."""
-    flat = dict(leaves(params.to_dict()))
-    return to_tensordict({path: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for path, leaf in flat.items()})
+    return to_tensordict({path: _whole(leaf) for path, leaf in leaves(params.to_dict())})
+
+
+def _whole(leaf: torch.Tensor) -> torch.Tensor:
+    if not isinstance(leaf, DTensor):
+        return leaf
+    # torch 2.6 cannot pad a part without elements, which gathering does where parts are uneven.
+    return leaf.full_tensor() if leaf.numel() else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def local_view(leaf: torch.Tensor) -> torch.Tensor:

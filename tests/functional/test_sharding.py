@@ -200,9 +200,20 @@ def round_trip(specs, dtypes, seed, shape, replicated):
         assert_bit_equal(leaf, flat(tree)[path], path)
 
 
+def pads_empty() -> bool:
+    """Whether torch pads tensors without elements, as its own redistribution needs (torch 2.6 does not)."""
+    try:
+        torch.nn.functional.pad(torch.empty(1, 0), (0, 0, 0, 1))
+    except RuntimeError:
+        return False
+    return True
+
+
 def reshard(specs, dtypes, seed, shape, other_layouts, order):
     """From each leaf's placement to others on the same mesh and back; full values and local parts stay what they are."""
     tree, table = flat(whole_tree(specs, dtypes, seed)), placed(specs, shape)
+    if not pads_empty():
+        tree = {path: leaf for path, leaf in tree.items() if leaf.numel()}
     coordinate = tuple(mesh(shape).get_coordinate())
     for path, leaf in tree.items():
         chain = [table[path], *(other_layouts[path][i] for i in order), table[path]]

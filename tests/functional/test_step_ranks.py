@@ -216,8 +216,11 @@ def test_ranks_equal_one_on_random_batches(cfg, params, topology, data):
 @pytest.mark.parametrize("topology", ["fsdp3", "hsdp2_fsdp2", "tp2"])
 def test_bf16_in_flight(cfg, params, topology):
     """Data-parallel ranks compute what one rank computes, in bf16 too: only the fp32 sums at the end differ."""
-    shape = TOPOLOGIES[topology]
-    tolerance = DATA_PARALLEL_TOLERANCE if shape[4] == 1 else BF16_TENSOR_PARALLEL_TOLERANCE
+    shape, tolerance = TOPOLOGIES[topology], DATA_PARALLEL_TOLERANCE
+    if shape[4] > 1:
+        tolerance = BF16_TENSOR_PARALLEL_TOLERANCE
+        # Activations differ in their last bit, which sends about one token in a hundred to another expert. Here all are chosen.
+        cfg = dataclasses.replace(cfg, text=dataclasses.replace(cfg.text, num_experts_per_tok=cfg.text.num_experts))
     recipe = Recipe(dtype=torch.bfloat16, head_dtype=torch.float32)
     compare(params, named_batches(cfg, shape[0] * shape[1]), cfg, shape, recipe=recipe, tolerance=tolerance)
 
