@@ -1,6 +1,6 @@
 """Ranks beside each other: 1 rank with 2 threads, 2 ranks with 1 thread each, ours and torch's fully_shard on transformers.
 
-    python benchmarks/ranks.py [--size small] [--rounds 5]
+    python benchmarks/ranks.py [--size small] [--rounds 5] [--only "ours, 1 rank x 2 threads" "ours, FSDP 2"]
 
 Same weights, same global batch, one run: the contenders take turns, each in processes of its own that stay alive between
 turns. Tokens per second and step time are medians; memory is the peak of the largest rank; bytes are what one rank sends.
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hyper_parallel.platform import Platform
 from qwen3vl_functional import AdamW, Recipe, init_state, make_train_step, param_specs
+from qwen3vl_functional.gathered import share
 from qwen3vl_functional.sharding import AXES, place, shard
 
 WARMUP_ROUNDS = 1
@@ -69,7 +70,7 @@ def ours(case: Case, contender: Contender, rank: int) -> Callable[[], float]:
     mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=AXES) if contender.ranks > 1 else None
     placement = place(param_specs(case.config), mesh)
     params = make_params(case)
-    state = init_state(params if mesh is None else shard(params, mesh, placement.layouts), case.config)
+    state = init_state(params if mesh is None else share(shard(params, mesh, placement.layouts), placement), case.config)
     del params
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
     recipe = Recipe(remat="full" if contender.remat else "off")
@@ -238,10 +239,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=CASES, default="small")
     parser.add_argument("--rounds", type=int, default=5)
+    names = [contender.name for contender in CONTENDERS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="they all stay in memory at once")
     args = parser.parse_args()
     case = CASES[args.size]
     case = case._replace(samples=max(2, case.samples))  # one for each rank
-    teams = {contender.name: Team(case, contender) for contender in CONTENDERS}
+    teams = {contender.name: Team(case, contender) for contender in CONTENDERS if contender.name in args.only}
     seconds: dict[str, list[float]] = {name: [] for name in teams}
     for turn in range(WARMUP_ROUNDS + args.rounds):
         for name, team in teams.items():
@@ -259,11 +262,11 @@ def main() -> None:
         row = f"{1e3 * median[name]:7.0f} | {tokens / median[name]:8.0f} | {peak / 2**20:15,.0f} | {sent / 2**20:15,.0f}"
         print(f"| {name:38} | {row} | {team.first_loss:10.6f} |")
     alone = "ours, 1 rank x 2 threads"
-    for name, peer in PEER.items():
-        speed, memory = median[alone] / median[name], finished[name][0] / finished[alone][0]
-        print(f"{name} / 1 rank: tokens/s {speed:.3f}, memory {memory:.3f}")
-        time_ratio, memory = median[name] / median[peer], finished[name][0] / finished[peer][0]
-        print(f"{name} / {peer}: step time {time_ratio:.3f}, memory {memory:.3f}")
+    for name in (name for name in teams if name.startswith("ours") and name != alone):
+        for peer in (alone, PEER.get(name)):
+            if peer in teams:
+                speed, memory = median[peer] / median[name], finished[name][0] / finished[peer][0]
+                print(f"{name} / {peer}: step time {1 / speed:.3f}, tokens/s {speed:.3f}, memory {memory:.3f}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The forward never learns of it. Leaves travel in the dtype in flight; the next block's gather runs while this block computes,
 and so does the last block's reduction. On accelerators a block is one flat collective each way (``fused``). Ranks that compute
-on the CPUs of one machine read each other's memory instead; failing that, plain messages between pairs of ranks beat gloo's
-collectives, and need no buffer to pack into.
+on the CPUs of one machine may ``share`` the memory of their leaves, where those lie whole; failing that, plain messages between
+pairs of ranks beat gloo's collectives, and need no buffer to pack into.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
-from .peers import PeerMemory, peer_memory
-from .sharding import Axes, Layout
+from .peers import PeerMemory, forget_pages, is_shared, peer_memory, shared_tensors
+from .sharding import Axes, Layout, Placement, local_view
+from .spec import leaves, to_tensordict
 from .transfers import (
-    Cut,
     FlatGather,
     FlatReduction,
     MemoryGather,
@@ -27,11 +28,30 @@ from .transfers import (
     MessageReduction,
     Sum,
     Transfer,
-    exchanged_addresses,
+    cuts_of,
 )
 from .transforms import Values, within
 
 Transport = Literal["memory", "messages", "collectives"]
+
+
+def share(params: TensorDict, placement: Placement) -> TensorDict:
+    """Move a placed tree to memory that all ranks map, so that none of it travels: for ranks on the CPUs of one machine.
+
+    A tree on anything else, or that nobody cuts, comes back as it is. All ranks must call it.
+    """
+    group, flat = placement.axes.shard, dict(leaves(params.to_dict()))
+    on_cpu = all(leaf.device.type == "cpu" for leaf in flat.values())
+    if group is None or not on_cpu or dist.get_backend(group) != "gloo" or peer_memory(group) is None:
+        return params
+    local = {path: local_view(leaf) for path, leaf in flat.items()}
+    cuts = cuts_of(local, placement.layouts, group)
+    memory = shared_tensors([(cut.shape, local[path].dtype) for path, cut in cuts.items()], group)
+    if memory is None:
+        return params
+    for (path, cut), whole in zip(cuts.items(), memory, strict=True):
+        flat[path] = placement.wrap(path, cut.slot(whole, cut.rank).copy_(local[path]))
+    return to_tensordict(flat)
 
 
 class GatheredWeights:
@@ -54,18 +74,15 @@ class GatheredWeights:
     ) -> None:
         self.shards, self.axes = shards, axes
         self.dtype, self.reduce_dtype, self.reshard, self.fused = dtype, reduce_dtype, reshard, fused
-        self.cuts = {
-            path: Cut(layouts[path], tuple(shard.shape), axes.shard)
-            for path, shard in shards.items()
-            if axes.shard is not None and layouts[path].fsdp_dim is not None
-        }
+        self.cuts = {} if axes.shard is None else cuts_of(shards, layouts, axes.shard)
         self.memory: PeerMemory | None = None
         self.transport: Transport = "collectives"
         if axes.shard is not None and dist.get_backend(axes.shard) == "gloo":
-            self.memory = peer_memory(axes.shard)
-            self.transport = "messages" if self.memory is None else "memory"
-            if self.memory is not None:
-                self._addresses = exchanged_addresses(shards, axes.shard)
+            self.transport = "messages"
+            lies_shared = {is_shared(shards[path]) for path, cut in self.cuts.items() if math.prod(cut.shape)}
+            if lies_shared == {True}:
+                self.memory, self.transport = peer_memory(axes.shard), "memory"
+                dist.barrier(group=axes.shard)  # all ranks have finished their last update
         self._ahead: dict[tuple[str, ...], list[Transfer]] = {}
         self._kept: dict[tuple[str, ...], Values] = {}
         self._reductions: list[Transfer] = []
@@ -89,6 +106,7 @@ class GatheredWeights:
             return kept
         transfers = self._ahead.pop(key) if key in self._ahead else self._gather(paths, dtype, None)
         leaves = {path: self._cast(self.shards[path], dtype) for path in paths if path not in self.cuts}
+        leaves |= {path: self.cuts[path].whole(self.shards[path]) for path in paths if self._lies_whole(path, dtype)}
         for transfer in transfers:
             leaves |= transfer.finish()
         leaves = {path: leaves[path] for path in paths}
@@ -97,7 +115,10 @@ class GatheredWeights:
         return leaves
 
     def release(self, leaves: Values) -> bool:
-        emptied = [leaf for path, leaf in leaves.items() if self.reshard and path in self.cuts]
+        if not self.reshard:
+            return False
+        self._forget(leaves)
+        emptied = [leaf for path, leaf in leaves.items() if path in self.cuts and leaf.numel() and not is_shared(leaf)]
         for leaf in emptied:
             leaf.untyped_storage().resize_(0)
         return bool(emptied)
@@ -110,6 +131,7 @@ class GatheredWeights:
     def reduce(self, grads: Values, pending: Collection[torch.Tensor] = ()) -> None:
         cut = {path: grad for path, grad in grads.items() if path in self.cuts}
         whole = {path: grad for path, grad in grads.items() if path not in self.cuts}
+        self._forget(cut)
         if self.transport == "memory" and cut:
             self._reductions.append(MemoryReduction(cut, self.cuts, self.reduce_dtype, self.memory))
         elif self.transport == "messages" and cut:
@@ -131,6 +153,19 @@ class GatheredWeights:
         self._kept.clear()
         return self._grads
 
+    def _lies_whole(self, path: str, dtype: torch.dtype | None) -> bool:
+        """Whether a leaf can be used where all ranks' shards of it lie."""
+        wanted = dtype or self.dtype or self.shards[path].dtype
+        cut = self.cuts.get(path)
+        return self.transport == "memory" and cut is not None and cut.dim == 0 and wanted == self.shards[path].dtype
+
+    def _forget(self, paths: Iterable[str]) -> None:
+        """Let others' shards go from this process's pages."""
+        for path in paths:
+            if path in self.cuts and is_shared(self.shards[path]):
+                for rank, _ in self.cuts[path].peers():
+                    forget_pages(self.cuts[path].slot(self.shards[path], rank))
+
     def _cast(self, leaf: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         wanted = dtype or self.dtype
         return leaf if wanted is None else leaf.to(wanted)
@@ -141,7 +176,7 @@ class GatheredWeights:
 
     def _gather(self, paths: Sequence[str], dtype: torch.dtype | None, into: Values | None) -> list[Transfer]:
         """Begin to gather the cut leaves among ``paths``, into emptied tensors where they are given."""
-        cut = [path for path in paths if path in self.cuts]
+        cut = [path for path in paths if path in self.cuts and not self._lies_whole(path, dtype)]
         whole = {}
         for path in cut:
             if into is None:
@@ -154,7 +189,7 @@ class GatheredWeights:
         if not cut:
             return []
         if self.transport == "memory":
-            return [MemoryGather({path: self.shards[path] for path in cut}, whole, self.cuts, self.memory, self._addresses)]
+            return [MemoryGather({path: self.shards[path] for path in cut}, whole, self.cuts)]
         shards = {path: self._cast(self.shards[path], dtype) for path in cut}
         if self.transport == "messages":
             return [MessageGather(shards, whole, self.cuts)]

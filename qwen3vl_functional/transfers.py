@@ -23,15 +23,6 @@ class Transfer(Protocol):
         ...
 
 
-def exchanged_addresses(shards: Values, group: dist.ProcessGroup) -> list[dict[str, int]]:
-    """Where each rank's shards lie in its memory. Whoever knows it also knows that all ranks have finished their last update."""
-    assert all(shard.is_contiguous() for shard in shards.values())
-    own = torch.tensor([shard.data_ptr() for shard in shards.values()])
-    table = own.new_empty(dist.get_world_size(group), len(own))
-    dist.all_gather(list(table.unbind()), own, group=group)
-    return [dict(zip(shards, addresses, strict=True)) for addresses in table.tolist()]
-
-
 class Cut:
     """How the FSDP axis cuts one leaf: its whole shape in flight, the dim, and each rank's rows."""
 
@@ -49,33 +40,48 @@ class Cut:
         low, high = self.ranges[rank]
         return whole.narrow(self.dim, low, high - low)
 
+    def slot(self, shard: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's shard, in memory where all ranks' shards lie end to end, this rank's ``shard`` among them."""
+        low, high = self.ranges[rank]
+        shape = (*self.shape[: self.dim], high - low, *self.shape[self.dim + 1 :])
+        row = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+        return shard.as_strided(shape, _contiguous_stride(shape), low * row)
+
+    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """The whole leaf in such memory; only where the leading dim is cut do shards end to end make one."""
+        assert self.dim == 0
+        return shard.as_strided(self.shape, _contiguous_stride(self.shape), 0)
+
     def peers(self) -> list[tuple[int, int]]:
         """The other ranks: in the group, and globally."""
         return [(rank, dist.get_global_rank(self.group, rank)) for rank in range(self.world) if rank != self.rank]
 
 
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 Cuts = Mapping[str, Cut]
 
 
-class MemoryGather:
-    """This rank takes the others' shards out of their memory, as they lie at rest; nobody else has to do anything."""
+def cuts_of(shards: Values, layouts: Mapping[str, Layout], group: dist.ProcessGroup) -> dict[str, Cut]:
+    """How the FSDP axis, whose ranks are ``group``, cuts the leaves that it cuts."""
+    return {
+        path: Cut(layouts[path], tuple(shard.shape), group)
+        for path, shard in shards.items()
+        if layouts[path].fsdp_dim is not None
+    }
 
-    def __init__(
-        self, shards: Values, whole: Values, cuts: Cuts, memory: PeerMemory | None, addresses: list[dict[str, int]]
-    ) -> None:
-        assert memory is not None
+
+class MemoryGather:
+    """This rank copies all shards from where they lie at rest; nobody else has to do anything."""
+
+    def __init__(self, shards: Values, whole: Values, cuts: Cuts) -> None:
         self.whole = whole
         for path, shard in shards.items():
             cut = cuts[path]
-            cut.part(whole[path], cut.rank).copy_(shard)
-            for rank, _ in cut.peers():
-                rows = cut.part(whole[path], rank)
-                if rows.numel():
-                    as_it_lies = rows.is_contiguous() and rows.dtype == shard.dtype
-                    target = rows if as_it_lies else shard.new_empty(rows.shape)
-                    memory.read(rank, addresses[rank][path], target)
-                    if target is not rows:
-                        rows.copy_(target)
+            for rank in range(cut.world):
+                cut.part(whole[path], rank).copy_(cut.slot(shard, rank))
 
     def finish(self) -> Values:
         return self.whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..config import Topology, TrainConfig, resolve_topology
 from ..platform import Platform
 
 TIMEOUT = datetime.timedelta(minutes=30)  # of one collective; a rank that fails ends the others long before
+SETTLE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,14 @@ class Ranks:
         return values
 
     def leave(self) -> None:
-        """End the process group. A barrier first: gloo may hang if one rank leaves during another's last collective."""
+        """End the process group. A barrier first: gloo may hang if one rank leaves during another's last collective.
+
+        Then a pause: until torch 2.8 a group is destroyed with the interpreter's lock held, and waits for ever for a thread of
+        its own that needs the lock to let go of its last tensor.
+        """
         if self.mesh is not None:
             dist.barrier()
+            time.sleep(SETTLE_SECONDS)
             dist.destroy_process_group()
 
     @property

@@ -13,6 +13,7 @@ from rank_pool import mesh, ranks
 from qwen3vl_functional import AdamW, Recipe, init_state, make_eval_step, make_train_step, param_specs
 from qwen3vl_functional import loss as loss_module
 from qwen3vl_functional.collectives import Groups
+from qwen3vl_functional.gathered import share
 from qwen3vl_functional.loss import head_loss
 from qwen3vl_functional.optim import global_norm
 from qwen3vl_functional.sharding import Placement, local_view, place, shard
@@ -241,7 +242,9 @@ def train(flat, steps, cfg, shape=None):
     """Steps with the tower frozen, then an evaluation; ``steps`` holds each rank's micro-batches of each step."""
     placement = Placement() if shape is None else place(param_specs(cfg), mesh(shape))
     tree = to_tensordict({path: leaf.clone() for path, leaf in flat.items()})
-    state = init_state(tree if shape is None else shard(tree, placement.mesh, placement.layouts), cfg, frozen=("model.visual",))
+    if shape is not None:  # as the Trainer keeps it; the gradients above travel in messages
+        tree = share(shard(tree, placement.mesh, placement.layouts), placement)
+    state = init_state(tree, cfg, frozen=("model.visual",))
     step = make_train_step(cfg, OPTIMIZER, frozen=("model.visual",), placement=placement)
     numbers = []
     for batches in steps:

@@ -22,6 +22,7 @@ from qwen3vl_functional import (
     param_specs,
     save_params,
 )
+from qwen3vl_functional.gathered import share
 from qwen3vl_functional.hf import refuse_square_experts
 from qwen3vl_functional.optim import AdamWState, learning_rate
 from qwen3vl_functional.sharding import layouts, local_view, place
@@ -79,6 +80,7 @@ class Qwen3VLMoeAdapter:
             source = ChunkedTensors(Path(weights)) if is_checkpoint(Path(weights)) else weights
             layout = config.model.expert_layout
             params = load_params(source, cfg, device=device, expert_layout=layout, placement=self.placement)
+        params = share(params, self.placement)
         if resume is None:
             self.state = init_state(params, cfg, frozen=self.frozen)
         else:
