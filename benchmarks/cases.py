@@ -129,7 +129,7 @@ def transformers_model(case: Case, params: Any, *, attention: str, experts: str 
     with torch.device("meta"):
         model = Qwen3VLMoeForConditionalGeneration(config)
     model.to_empty(device="cpu")
-    flat = dict(leaves(params.to_dict()))
+    flat = dict(leaves(params))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             leaf = flat[name]

@@ -86,7 +86,7 @@ def dcp_state(trainer: Trainer) -> dict[str, Any]:
     """The same tensors as DCP takes them: DTensors by name."""
     state = trainer.model.state  # pyright: ignore[reportAttributeAccessIssue]
     trees = {"model": state.params, "exp_avg": state.opt_state.exp_avg, "exp_avg_sq": state.opt_state.exp_avg_sq}
-    return {f"{kind}.{path}": leaf for kind, tree in trees.items() for path, leaf in leaves(tree.to_dict())}
+    return {f"{kind}.{path}": leaf for kind, tree in trees.items() for path, leaf in leaves(tree)}
 
 
 def work(rank: int, ranks: int, port: int, rounds: int, directory: Path, results: Any) -> None:

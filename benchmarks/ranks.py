@@ -9,27 +9,20 @@ turns. Tokens per second and step time are medians; memory is the peak of the la
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
-import statistics
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cases import CASES, LEARNING_RATE, MAX_GRAD_NORM, Case, make_batch, make_params, transformers_model
+from teams import Measured, Team, measure
 from torch.distributed.device_mesh import init_device_mesh
 
-from hyper_parallel.platform import Platform
 from qwen3vl_functional import AdamW, Recipe, init_state, make_train_step, param_specs
 from qwen3vl_functional.gathered import share
 from qwen3vl_functional.sharding import AXES, place, shard
-
-WARMUP_ROUNDS = 1
 
 
 @dataclass(frozen=True)
@@ -43,8 +36,9 @@ class Contender:
     remat: bool = False
 
 
+ALONE = "ours, 1 rank x 2 threads"
 CONTENDERS = (
-    Contender("ours, 1 rank x 2 threads", 1, 2),
+    Contender(ALONE, 1, 2),
     Contender("ours, FSDP 2", 2, 1, "dp_shard"),
     Contender("ours, FSDP 2, remat", 2, 1, "dp_shard", remat=True),
     Contender("ours, TP 2", 2, 1, "tp"),
@@ -174,65 +168,16 @@ _COLLECTIVES = (
 )
 
 
-def serve(case: Case, contender: Contender, rank: int, port: int, pipe: Connection) -> None:
-    """One rank: build, then step when told, until told to stop."""
-    torch.set_num_threads(contender.threads)
-    if contender.ranks > 1:  # as the Trainer does, for the peer too
-        Platform("cpu").keep_freed_memory()
-    if contender.ranks > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(contender.ranks))
-        dist.init_process_group("gloo")
-    build = fully_sharded if contender.axis == "fully_shard" else ours
-    step = build(case, contender, rank)
-    pipe.send(step())
-    while pipe.recv() == "step":
-        begin = time.perf_counter()
-        step()
-        pipe.send(time.perf_counter() - begin)
-    peak = Platform("cpu").peak_memory()
-    pipe.send((peak, bytes_on_the_wire(step) if contender.ranks > 1 else 0))
-    if contender.ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+def start(case: Case, contender: Contender) -> Team:
+    """Start a contender's processes."""
+    build = functools.partial(fully_sharded if contender.axis == "fully_shard" else ours, case, contender)
+    count = bytes_on_the_wire if contender.ranks > 1 else None
+    return Team(build, ranks=contender.ranks, threads=contender.threads, count=count)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Team:
-    """The processes of one contender."""
-
-    def __init__(self, case: Case, contender: Contender) -> None:
-        context, port = multiprocessing.get_context("spawn"), free_port()
-        self.pipes, self.processes = [], []
-        for rank in range(contender.ranks):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(case, contender, rank, port, theirs), daemon=True)
-            process.start()
-            self.pipes.append(mine)
-            self.processes.append(process)
-        self.first_loss = self._receive()[0]
-
-    def step(self) -> float:
-        """Seconds of one step, of the slowest rank."""
-        for pipe in self.pipes:
-            pipe.send("step")
-        return max(self._receive())
-
-    def finish(self) -> tuple[int, int]:
-        """Peak bytes of the largest rank, and bytes that rank 0 sends in a step."""
-        for pipe in self.pipes:
-            pipe.send("stop")
-        reports = self._receive()
-        for process in self.processes:
-            process.join()
-        return max(peak for peak, _ in reports), reports[0][1]
-
-    def _receive(self) -> list[Any]:
-        return [pipe.recv() for pipe in self.pipes]
+def measure_ranks(case: Case, names: Sequence[str], rounds: int) -> dict[str, Measured]:
+    """Contenders by name, with bytes that rank 0 sends in a step."""
+    return measure({contender.name: start(case, contender) for contender in CONTENDERS if contender.name in names}, rounds=rounds)
 
 
 def main() -> None:
@@ -245,29 +190,20 @@ def main() -> None:
     args = parser.parse_args()
     case = CASES[args.size]
     case = case._replace(samples=max(2, case.samples))  # one for each rank
-    teams = {contender.name: Team(case, contender) for contender in CONTENDERS if contender.name in args.only}
-    seconds: dict[str, list[float]] = {name: [] for name in teams}
-    for turn in range(WARMUP_ROUNDS + args.rounds):
-        for name, team in teams.items():
-            took = team.step()
-            if turn >= WARMUP_ROUNDS:
-                seconds[name].append(took)
-    finished = {name: team.finish() for name, team in teams.items()}
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+    results = measure_ranks(case, args.only, args.rounds)
     tokens = case.samples * case.tokens
     print(f"{case.name}, fp32, global batch of {tokens} tokens")
     print(f"| {'contender':38} | ms/step | tokens/s | peak MiB a rank | MiB sent a step | first loss |")
     print(f"|{'-' * 40}|---------|----------|-----------------|-----------------|------------|")
-    for name, team in teams.items():
-        peak, sent = finished[name]
-        row = f"{1e3 * median[name]:7.0f} | {tokens / median[name]:8.0f} | {peak / 2**20:15,.0f} | {sent / 2**20:15,.0f}"
-        print(f"| {name:38} | {row} | {team.first_loss:10.6f} |")
-    alone = "ours, 1 rank x 2 threads"
-    for name in (name for name in teams if name.startswith("ours") and name != alone):
-        for peer in (alone, PEER.get(name)):
-            if peer in teams:
-                speed, memory = median[peer] / median[name], finished[name][0] / finished[peer][0]
-                print(f"{name} / {peer}: step time {1 / speed:.3f}, tokens/s {speed:.3f}, memory {memory:.3f}")
+    for name, found in results.items():
+        row = f"{1e3 * found.seconds:7.0f} | {tokens / found.seconds:8.0f} | {found.peak_memory / 2**20:15,.0f}"
+        print(f"| {name:38} | {row} | {found.counted / 2**20:15,.0f} | {found.first_loss:10.6f} |")
+    for name in (name for name in results if name.startswith("ours") and name != ALONE):
+        for peer in (ALONE, PEER.get(name)):
+            if peer in results:
+                mine, theirs = results[name], results[peer]
+                time_ratio, memory = mine.seconds / theirs.seconds, mine.peak_memory / theirs.peak_memory
+                print(f"{name} / {peer}: step time {time_ratio:.3f}, tokens/s {1 / time_ratio:.3f}, memory {memory:.3f}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def share(params: TensorDict, placement: Placement) -> TensorDict:
 
     A tree on anything else, or that nobody cuts, comes back as it is. All ranks must call it.
     """
-    group, flat = placement.axes.shard, dict(leaves(params.to_dict()))
+    group, flat = placement.axes.shard, dict(leaves(params))
     on_cpu = all(leaf.device.type == "cpu" for leaf in flat.values())
     if group is None or not on_cpu or dist.get_backend(group) != "gloo" or peer_memory(group) is None:
         return params

@@ -238,7 +238,7 @@ def save_params(
     for origin in (source, *companions):
         if origin is not None and not Path(origin).is_dir():
             raise ValueError(f"{origin} is not a directory; its tokenizer and processor files cannot be copied")
-    held = dict(leaves(params.to_dict())) if isinstance(params, TensorDict) else None
+    held = dict(leaves(params)) if isinstance(params, TensorDict) else None
     read: Callable[[str], torch.Tensor] = held.__getitem__ if held is not None else params.read
     dtypes = {path: leaf.dtype for path, leaf in held.items()} if held is not None else dict(params.dtype_of)
     if lost := specs.keys() - dtypes.keys():

@@ -12,7 +12,7 @@ from .collectives import Groups
 from .config import Qwen3VLMoeConfig
 from .layers import Params, rms_norm
 from .positions import Batch, Inputs, prepare
-from .spec import SpecTree, subtree, weight
+from .spec import SpecTree, leaves, weight
 from .text import attention_half, embedding, mlp_half, text_specs
 from .transforms import Block, LocalWeights, Values, run
 from .vision import merger, patch_embed, vision_block, vision_specs
@@ -149,8 +149,7 @@ def forward(
 ) -> Outputs:
     """Evaluate the model on a Hugging Face batch (see ``positions.prepare``); pure, so torch.func may transform it."""
     inputs = prepare(batch, cfg)
-    tree = params.to_dict() if isinstance(params, TensorDict) else params
-    values = run(model_blocks(cfg, inputs, groups), LocalWeights(tree, dtype))
-    head = subtree(tree, head_path(cfg))
+    values = run(model_blocks(cfg, inputs, groups), LocalWeights(params, dtype))
+    head = dict(leaves(params))[head_path(cfg)]
     assert groups.tp is None, "logits would be a part of the vocabulary: use the steps, which add up over ranks"
     return Outputs(F.linear(values["hidden"], head.to(values["hidden"].dtype)), inputs.text.token_rows, values)

@@ -102,7 +102,7 @@ def adamw_update(
     fused = cfg.foreach is None and _has_fused_kernel(device.type)
     if not fused:
         torch._foreach_mul_(list(grads.values()), grad_factor)
-    exp_avg, exp_avg_sq = (dict(leaves(tree.to_dict())) for tree in (state.exp_avg, state.exp_avg_sq))
+    exp_avg, exp_avg_sq = (dict(leaves(tree)) for tree in (state.exp_avg, state.exp_avg_sq))
     for decay in (True, False):
         paths = [path for path in params if specs[path].decay == decay]
         if not paths:

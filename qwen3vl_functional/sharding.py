@@ -166,14 +166,14 @@ def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor
 
 def shard(params: TensorDict, mesh: DeviceMesh, placed: Mapping[str, Layout]) -> TensorDict:
     """Keep this rank's part of every leaf of a tree that all ranks hold whole; the inverse of ``unshard``."""
-    flat = dict(leaves(params.to_dict()))
+    flat = dict(leaves(params))
     local = {path: leaf[mesh_slices(placed[path], mesh)].clone() for path, leaf in flat.items()}
     return to_tensordict({path: as_dtensor(leaf, placed[path], mesh) for path, leaf in local.items()})
 
 
 def unshard(params: TensorDict) -> TensorDict:
     """Every leaf whole on every rank; all ranks must call it."""
-    return to_tensordict({path: _whole(leaf) for path, leaf in leaves(params.to_dict())})
+    return to_tensordict({path: _whole(leaf) for path, leaf in leaves(params)})
 
 
 def _whole(leaf: torch.Tensor) -> torch.Tensor:

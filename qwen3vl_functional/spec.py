@@ -57,11 +57,11 @@ def norm(size: int, dim: str) -> SpecTree:
     return {"weight": scale(size, dim), "bias": bias(size, dim)}
 
 
-def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Walk a nested dict in order, yielding dotted paths (which are Hugging Face's names) and leaves."""
+def leaves(tree: Mapping[str, Any] | TensorDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk a nested dict or TensorDict in order, yielding dotted paths (which are Hugging Face's names) and leaves."""
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        if isinstance(value, dict):
+        if isinstance(value, (dict, TensorDict)):
             yield from leaves(value, f"{path}.")
         else:
             yield path, value

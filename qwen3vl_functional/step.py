@@ -18,7 +18,7 @@ from .moe import load_balance
 from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, init_opt_state, learning_rate
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
 from .sharding import Placement, local_view
-from .spec import leaves, split_frozen, unflatten
+from .spec import leaves, split_frozen
 from .transforms import LocalWeights, Loss, LossValue, Values, Weights, fuse, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
@@ -78,7 +78,7 @@ class Recipe(NamedTuple):
 def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, ...] = ()) -> TrainState:
     """A fresh state around given weights (whole or placed); frozen subtrees get no moments."""
     trainable, _ = split_frozen(param_specs(cfg), frozen)
-    flat = dict(leaves(params.to_dict()))
+    flat = dict(leaves(params))
     return TrainState(params, init_opt_state({path: flat[path] for path in trainable}))
 
 
@@ -100,7 +100,7 @@ def make_train_step(
     ) -> tuple[TrainState, StepMetrics]:
         weights = make_weights(state.params, recipe, placement)
         sums = accumulate(weights, micro_batches, cfg, trainable, recipe, placement)
-        params = {path: local_view(leaf) for path, leaf in leaves(state.params.to_dict()) if path in trainable}
+        params = {path: local_view(leaf) for path, leaf in leaves(state.params) if path in trainable}
         grads = {path: sums.grads[path] for path in params}
         norm = placed_norm(grads, placement)
         lr = learning_rate(optimizer, state.opt_state.step)
@@ -116,11 +116,11 @@ def make_train_step(
 
 def make_weights(params: TensorDict, recipe: Recipe, placement: Placement) -> Weights:
     """The leaves of a tree at rest, ready to be used by a chain."""
+    local = {path: local_view(leaf) for path, leaf in leaves(params)}
     if placement.axes.size == 1:
-        local = {path: local_view(leaf) for path, leaf in leaves(params.to_dict())}
-        return LocalWeights(unflatten(local), recipe.dtype)
+        return LocalWeights(local, recipe.dtype)
     return GatheredWeights(
-        {path: local_view(leaf) for path, leaf in leaves(params.to_dict())},
+        local,
         placement.layouts,
         placement.axes,
         dtype=recipe.dtype,

@@ -7,11 +7,13 @@ recompute and release as a line in a loop that one can read.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from tensordict import TensorDict
 from torch.func import vjp
 
 from .spec import leaves, subtree, unflatten
@@ -90,9 +92,11 @@ class Weights(Protocol):
 
 
 class LocalWeights:
-    """Whole leaves of one process; ``dtype`` casts them in flight, ``grads`` holds what earlier calls left."""
+    """Whole leaves of one process, nested or by path; ``dtype`` casts them in flight, ``grads`` holds what earlier calls left."""
 
-    def __init__(self, params: dict[str, Any], dtype: torch.dtype | None = None, grads: Values | None = None) -> None:
+    def __init__(
+        self, params: Mapping[str, Any] | TensorDict, dtype: torch.dtype | None = None, grads: Values | None = None
+    ) -> None:
         self._params, self._dtype = dict(leaves(params)), dtype
         self._grads: Values = {} if grads is None else grads
 
@@ -124,8 +128,12 @@ class LocalWeights:
 
 def within(paths: Iterable[str], roots: Iterable[str]) -> list[str]:
     """The paths that lie in the named subtrees, subtree by subtree."""
-    paths = list(paths)
-    return [path for root in roots for path in paths if path == root or path.startswith(root + ".")]
+    return list(_within(tuple(paths), tuple(roots)))
+
+
+@functools.lru_cache(maxsize=4096)  # asked for every block in every step
+def _within(paths: tuple[str, ...], roots: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for root in roots for path in paths if path == root or path.startswith(root + "."))
 
 
 def accumulate(grads: Values, new: Values, pending: Collection[torch.Tensor] = ()) -> None:

@@ -75,10 +75,10 @@ def test_the_checkpoint_holds_the_state_of_the_run(trainer, run):
     tensors = ChunkedTensors(run / "step_2")
     moments = StoredMoments(tensors, [group.names for group in trainer.model.snapshot().groups])
     assert moments.step == state.opt_state.step == 2
-    for path, leaf in leaves(state.params.to_dict()):
+    for path, leaf in leaves(state.params):
         assert torch.equal(tensors.read(path), leaf)
-        assert torch.equal(moments.read("exp_avg", path), dict(leaves(state.opt_state.exp_avg.to_dict()))[path])
-        assert torch.equal(moments.read("exp_avg_sq", path), dict(leaves(state.opt_state.exp_avg_sq.to_dict()))[path])
+        assert torch.equal(moments.read("exp_avg", path), dict(leaves(state.opt_state.exp_avg))[path])
+        assert torch.equal(moments.read("exp_avg_sq", path), dict(leaves(state.opt_state.exp_avg_sq))[path])
     with (run / "step_2" / ".metadata").open("rb") as file:
         entries = pickle.load(file).state_dict_metadata
     assert all(type(entry.size) is tuple and type(entry.chunks[0].sizes) is torch.Size for entry in entries.values())

@@ -16,7 +16,7 @@ EXPERT = "model.language_model.layers.1.mlp.experts.gate_up_proj"
 
 
 def flat(params):
-    return dict(leaves(params.to_dict()))
+    return dict(leaves(params))
 
 
 def assert_bit_equal(ours, expected):

@@ -14,12 +14,12 @@ from qwen3vl_functional.transforms import LocalWeights
 
 
 def flat(params):
-    return dict(leaves(params.to_dict()))
+    return dict(leaves(params))
 
 
 def gradients(params, batches, cfg):
     """Loss, load balance, number of targets and gradients, everything trained."""
-    return accumulate(LocalWeights(params.to_dict()), batches, cfg, frozenset(path for path, _ in leaves(param_specs(cfg))))
+    return accumulate(LocalWeights(params), batches, cfg, frozenset(path for path, _ in leaves(param_specs(cfg))))
 
 
 @pytest.fixture(scope="module")

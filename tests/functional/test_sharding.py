@@ -37,7 +37,7 @@ RULES = {"heads": ("tp",), "experts": ("ep", "tp"), "length": ("cp",), "wide": (
 
 
 def flat(tree):
-    return dict(leaves(tree.to_dict()))
+    return dict(leaves(tree))
 
 
 def ways(axes, sizes):

@@ -48,15 +48,15 @@ def test_subtree_finds_every_node(tree):
 @given(trees)
 def test_tensordict_keeps_paths(tree):
     flat = {path: torch.tensor(value % 1000) for path, value in leaves(tree)}
-    back = dict(leaves(to_tensordict(flat).to_dict()))
+    back = dict(leaves(to_tensordict(flat)))
     assert {path: int(leaf) for path, leaf in back.items()} == {path: int(leaf) for path, leaf in flat.items()}
 
 
 def test_init_depends_on_seed_and_path_only():
     specs = {"a": {"x": weight((7, 5), ("p", "q"), 0.3), "y": weight((7, 5), ("p", "q"), 0.3)}, "b": norm(4, "p")}
     reordered = {"b": specs["b"], "a": {"y": specs["a"]["y"]}}
-    first, again, other = (dict(leaves(init_params(specs, seed=seed).to_dict())) for seed in (3, 3, 4))
-    part = dict(leaves(init_params(reordered, seed=3).to_dict()))
+    first, again, other = (dict(leaves(init_params(specs, seed=seed))) for seed in (3, 3, 4))
+    part = dict(leaves(init_params(reordered, seed=3)))
     assert all(torch.equal(first[path], again[path]) for path in first)
     assert all(torch.equal(first[path], part[path]) for path in part)
     assert not torch.equal(first["a.x"], first["a.y"])
@@ -79,7 +79,7 @@ def test_init_statistics_and_dtype():
 
 def test_count(cfg):
     specs = param_specs(cfg)
-    assert count(specs) == sum(leaf.numel() for _, leaf in leaves(init_params(specs, seed=0).to_dict()))
+    assert count(specs) == sum(leaf.numel() for _, leaf in leaves(init_params(specs, seed=0)))
     assert count({"a": ParamSpec((2, 3), ("p", "q")), "b": {"c": ParamSpec((), ())}}) == 7
 
 

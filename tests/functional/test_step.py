@@ -22,11 +22,11 @@ def every_path(cfg):
 
 
 def flat(params):
-    return dict(leaves(params.to_dict()))
+    return dict(leaves(params))
 
 
 def gradients(params, batches, cfg, **options):
-    return accumulate(LocalWeights(params.to_dict(), options.get("dtype")), batches, cfg, every_path(cfg), Recipe(**options))
+    return accumulate(LocalWeights(params, options.get("dtype")), batches, cfg, every_path(cfg), Recipe(**options))
 
 
 def assert_same_grads(ours, expected, tolerance=GRAD_TOLERANCE):
@@ -224,9 +224,9 @@ def test_frozen_tower(cfg, params, make_batch):
     state = init_state(params.clone(), cfg, frozen=frozen)
     trainable, held = split_frozen(param_specs(cfg), frozen)
     for tree in (state.opt_state.exp_avg, state.opt_state.exp_avg_sq):
-        assert dict(leaves(tree.to_dict())).keys() == set(trainable)
+        assert dict(leaves(tree)).keys() == set(trainable)
     batch = make_batch(cfg)
-    grads = accumulate(LocalWeights(params.to_dict()), [batch], cfg, frozenset(trainable)).grads
+    grads = accumulate(LocalWeights(params), [batch], cfg, frozenset(trainable)).grads
     assert grads.keys() == set(trainable)
     _, _, _, full = gradients(params, [batch], cfg)
     assert all(torch.equal(grads[path], full[path]) for path in grads)

@@ -144,7 +144,7 @@ def compare(params, batches, cfg, shape, *, recipe=PLAIN, frozen=(), replicated=
 
 @pytest.fixture(scope="module")
 def params(cfg, make_params):
-    return dict(leaves(make_params(cfg).to_dict()))
+    return dict(leaves(make_params(cfg)))
 
 
 def named_batches(cfg, dp):
@@ -253,7 +253,7 @@ def train(flat, steps, cfg, shape=None):
         numbers.append((float(metrics.loss), float(metrics.grad_norm), metrics.num_targets))
     evaluated = make_eval_step(cfg, placement=placement)(state.params, steps[0][0][0])  # the same batch on all ranks
     numbers.append((float(evaluated.loss_sum), evaluated.num_targets, evaluated.num_answers, evaluated.num_correct))
-    return numbers, {path: (placement.part(path), local_view(leaf)) for path, leaf in leaves(state.params.to_dict())}
+    return numbers, {path: (placement.part(path), local_view(leaf)) for path, leaf in leaves(state.params)}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -35,7 +35,7 @@ def weights(tiny_config, tmp_path_factory) -> Path:
     cfg = Qwen3VLMoeConfig.from_dict({**tiny_config, "text_config": text, "vision_config": vision})
     params = init_params(param_specs(cfg), seed=0)
     generator = torch.Generator().manual_seed(0)
-    for _, leaf in leaves(params.to_dict()):
+    for _, leaf in leaves(params):
         if leaf.ndim == 1:
             leaf += 0.2 * torch.randn(leaf.shape, generator=generator)
     return save_params(params, cfg, tmp_path_factory.mktemp("weights") / "tiny")

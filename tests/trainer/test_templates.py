@@ -202,7 +202,7 @@ def test_transformers_computes_the_same_loss_and_all_of_it_counts(tiny, conversa
     ours = loss()
     assert ours == pytest.approx(theirs, abs=LOSS_TOLERANCE)
 
-    weights = dict(leaves(params.to_dict()))
+    weights = dict(leaves(params))
     for tensor in (batch["pixel_values"], weights["model.language_model.layers.0.mlp.gate.weight"]):
         before = tensor[3, 5].clone()
         tensor[3, 5] += 0.5

@@ -74,9 +74,9 @@ def test_one_step_learns_from_pixels_and_router(raw):
     """Weights that receive no gradient would leave a loss curve looking normal."""
     raw["train"]["optimizer"] = {"lr": 1e-2, "lr_warmup_ratio": 0.0}
     trainer = Trainer(config_from_dict(raw, source="test"))
-    before = {path: leaf.clone() for path, leaf in leaves(trainer.model.state.params.to_dict())}
+    before = {path: leaf.clone() for path, leaf in leaves(trainer.model.state.params)}
     trainer.train()
-    after = dict(leaves(trainer.model.state.params.to_dict()))
+    after = dict(leaves(trainer.model.state.params))
     unchanged = [path for path in before if torch.equal(before[path], after[path])]
     assert unchanged == []
 
@@ -104,8 +104,8 @@ def test_export_at_the_end_loads_and_holds_the_trained_weights(raw):
     output = Path(raw["train"]["checkpoint"]["output_dir"])
     assert sorted(path.name for path in output.glob("step_*")) == ["step_3", "step_4"]
     loaded = load_params(output / "step_4" / "hf_ckpt", trainer.model.architecture)
-    ours = dict(leaves(trainer.model.state.params.to_dict()))
-    assert all(torch.equal(leaf, ours[path]) for path, leaf in leaves(loaded.to_dict()))
+    ours = dict(leaves(trainer.model.state.params))
+    assert all(torch.equal(leaf, ours[path]) for path, leaf in leaves(loaded))
 
     raw["model"]["weights_path"] = str(output / "step_4" / "hf_ckpt")
     raw["train"]["max_steps"] = 1
@@ -153,11 +153,11 @@ def trainer_first_loss(output: Path) -> float:
 def test_frozen_tower(raw):
     raw["model"]["freeze_modules"] = ["model.visual"]
     trainer = Trainer(config_from_dict(raw, source="test"))
-    before = {path: leaf.clone() for path, leaf in leaves(trainer.model.state.params.to_dict())}
+    before = {path: leaf.clone() for path, leaf in leaves(trainer.model.state.params)}
     trainer.train()
-    for path, leaf in leaves(trainer.model.state.params.to_dict()):
+    for path, leaf in leaves(trainer.model.state.params):
         assert torch.equal(leaf, before[path]) == path.startswith("model.visual."), path
-    assert not any(path.startswith("model.visual.") for path, _ in leaves(trainer.model.state.opt_state.exp_avg.to_dict()))
+    assert not any(path.startswith("model.visual.") for path, _ in leaves(trainer.model.state.opt_state.exp_avg))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_text_only_and_video(raw):
     run(raw)
     raw["model"]["config_overrides"] = {**raw["model"]["config_overrides"], "vl": False}
     trainer = run(raw)
-    assert not any(path.startswith("model.visual.") for path, _ in leaves(trainer.model.state.params.to_dict()))
+    assert not any(path.startswith("model.visual.") for path, _ in leaves(trainer.model.state.params))
 
 
 def test_load_balance_is_reported_when_on(raw):

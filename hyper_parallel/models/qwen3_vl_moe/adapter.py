@@ -106,10 +106,10 @@ class Qwen3VLMoeAdapter:
         assert self.state is not None
         params, (exp_avg, exp_avg_sq, step) = self.state
         parts = {}
-        for path, leaf in leaves(params.to_dict()):
+        for path, leaf in leaves(params):
             offsets = tuple(part.start for part in self.placement.part(path)) or (0,) * leaf.ndim
             parts[path] = Part(local_view(leaf).detach(), offsets, tuple(leaf.shape))
-        moments = [{path: local_view(leaf) for path, leaf in leaves(tree.to_dict())} for tree in (exp_avg, exp_avg_sq)]
+        moments = [{path: local_view(leaf) for path, leaf in leaves(tree)} for tree in (exp_avg, exp_avg_sq)]
         rates = {"lr": learning_rate(self.optimizer, step), "initial_lr": self.optimizer.lr}
         same = {**rates, "betas": self.optimizer.betas, "eps": self.optimizer.eps}
         decays = (self.optimizer.weight_decay, 0.0)
@@ -162,7 +162,7 @@ class Qwen3VLMoeAdapter:
         at_rest = 4 * total + 8 * (total - fixed)
         assert self.state is not None
         trees = (self.state.params, self.state.opt_state.exp_avg, self.state.opt_state.exp_avg_sq)
-        mine = sum(4 * local_view(leaf).numel() for tree in trees for _, leaf in leaves(tree.to_dict()))
+        mine = sum(4 * local_view(leaf).numel() for tree in trees for _, leaf in leaves(tree))
         return (
             f"{total:,} parameters, {total - fixed:,} trained, {fixed:,} frozen\n"
             f"weights and moments at rest {at_rest / 2**20:,.0f} MiB, on this rank {mine / 2**20:,.0f} MiB\n"
