@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import runpy
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,8 +38,8 @@ def mixed_rows(path: Path, rows: int = 1500) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def tokens_per_second(digits: Path, rows: Path, output: Path, steps: int, **data: Any) -> tuple[float, float]:
-    """Median tokens per second, and median tokens of a step."""
+def tokens_per_second(digits: Path, rows: Path, output: Path, steps: int, **data: Any) -> float:
+    """Median over steps."""
     raw = yaml.safe_load((EXAMPLE / "train.yaml").read_text())
     micro_batch = data.pop("micro_batch_size")
     raw["model"]["tokenizer_path"] = str(digits / "model")
@@ -49,32 +49,36 @@ def tokens_per_second(digits: Path, rows: Path, output: Path, steps: int, **data
     raw["train"]["logging"] = {"log_steps": 10 * steps}
     Trainer(config_from_dict(raw, source="benchmark")).train()
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
-    tokens = [record["tokens_per_second"] * record["step_time"] for record in records]
-    return statistics.median(record["tokens_per_second"] for record in records), statistics.median(tokens)
+    return statistics.median(record["tokens_per_second"] for record in records)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    steps = parser.parse_args().steps
+def compare(steps: int) -> dict[str, dict[str, float]]:
+    """Tokens per second by data and by what a micro-batch holds; packs last."""
+    speeds: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        sys.argv = ["prepare.py", "--out", str(root / "digits")]
-        runpy.run_path(str(EXAMPLE / "prepare.py"), run_name="__main__")
+        command = [sys.executable, str(EXAMPLE / "prepare.py"), "--out", str(root / "digits")]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         mixed_rows(root / "mixed.jsonl")
-        lines = []
         for data, rows in (("digits", root / "digits" / "train.jsonl"), ("mixed lengths", root / "mixed.jsonl")):
-            base = None
             for label, options in (
                 ("one sample", {"micro_batch_size": 1}),
                 ("4 samples", {"micro_batch_size": 4}),
                 (f"a pack of {TOKENS}", {"micro_batch_size": 1, "packing": True}),
             ):
-                speed, tokens = tokens_per_second(root / "digits", rows, root / f"{data} {label}", steps, **options)
-                base = base or speed
-                lines.append(f"{data:14} {label:16} {tokens:8.0f} {speed:10.0f} {speed / base:6.2f}")
-        print(f"{'data':14} {'micro-batch':16} {'tokens':>8} {'tokens/s':>10} {'ratio':>6}")
-        print("\n".join(lines))
+                speed = tokens_per_second(root / "digits", rows, root / f"{data} {label}", steps, **options)
+                speeds.setdefault(data, {})[label] = speed
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    print(f"{'data':14} {'micro-batch':16} {'tokens/s':>10} {'ratio':>6}")
+    for data, speeds in compare(parser.parse_args().steps).items():
+        base = next(iter(speeds.values()))
+        for label, speed in speeds.items():
+            print(f"{data:14} {label:16} {speed:10.0f} {speed / base:6.2f}")
 
 
 if __name__ == "__main__":

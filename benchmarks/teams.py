@@ -91,8 +91,8 @@ def _serve(
 ) -> None:
     """One rank: build, then step when told, until told to stop."""
     torch.set_num_threads(threads)
+    Platform("cpu").keep_freed_memory()  # as the Trainer does, for the peer too
     if ranks > 1:
-        Platform("cpu").keep_freed_memory()  # as the Trainer does, for the peer too
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
         dist.init_process_group("gloo")
     step = build(rank)

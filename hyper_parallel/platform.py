@@ -57,7 +57,7 @@ class Platform:
 
     def keep_freed_memory(self) -> None:
         """On a CPU with glibc, keep blocks of up to 32 MiB, and 1 GiB of them, for the next tensor instead of handing each back
-        to the system, which clears it anew. Ranks that gather and free every layer's weights gain 15 % of a step."""
+        to the system, which clears it anew: up to a tenth of a step."""
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if self._module is None else None
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, 32 << 20)

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from .collectives import Groups, axis_rank
 
-CHUNK_BYTES = 64 << 20  # of fp32 logits held at a time
+CHUNK_BYTES = 256 << 20  # of fp32 logits held at a time: every chunk reads the whole head, and adds to its whole gradient
 
 
 class HeadLoss(NamedTuple):
-    """Sum of the targets' losses, whether each target is the likeliest token, and the gradients of the scaled sum."""
+    """Sum of the targets' losses; without gradients, whether each target is the likeliest token; or those of the scaled sum."""
 
     loss_sum: torch.Tensor  # fp32 scalar, not scaled
-    correct: torch.Tensor  # bool, one per target
+    correct: torch.Tensor | None = None  # bool, one per target
     hidden_grad: torch.Tensor | None = None
     weight_grad: torch.Tensor | None = None
 
@@ -40,23 +40,29 @@ def head_loss(
     """
     num_rows, vocab = len(targets_N), weight_VD.shape[0]
     begin_V = axis_rank(groups.tp) * vocab
-    rows = max(1, CHUNK_BYTES // (4 * vocab))
+    rows = min(max(1, CHUNK_BYTES // (4 * vocab)), num_rows)
+    # One buffer for all chunks: the system clears fresh memory page by page, which takes as long as a third of a matmul.
+    products_RV = torch.empty(rows, vocab, dtype=hidden_ND.dtype, device=hidden_ND.device)
+    logits_RV = products_RV if products_RV.dtype == torch.float32 else torch.empty_like(products_RV, dtype=torch.float32)
     loss_sum = hidden_ND.new_zeros((), dtype=torch.float32)
-    correct = torch.empty(num_rows, dtype=torch.bool, device=hidden_ND.device)
+    correct = None if with_grad else torch.empty(num_rows, dtype=torch.bool, device=hidden_ND.device)
     hidden_grad = torch.empty_like(hidden_ND) if with_grad else None
-    weight_grad = torch.zeros_like(weight_VD) if with_grad and weight_trainable else None
-    for begin in range(0, num_rows, rows):
+    weight_grad = torch.empty_like(weight_VD) if with_grad and weight_trainable else None
+    for begin in range(0, num_rows, max(1, rows)):
         part = slice(begin, min(begin + rows, num_rows))
         hidden, target = hidden_ND[part], targets_N[part, None] - begin_V  # outside 0 .. vocab: another rank's
-        logits = (hidden @ weight_VD.T).float()
-        top, likeliest = logits.max(-1, keepdim=True)
+        logits = torch.mm(hidden, weight_VD.T, out=products_RV[: len(hidden)])
+        if logits_RV is not products_RV:
+            logits = logits_RV[: len(hidden)].copy_(logits)
+        own_top = logits.amax(-1, keepdim=True)
         mine = (target >= 0) & (target < vocab)
         target = torch.where(mine, target, 0)
         at_target = torch.where(mine, logits.gather(-1, target), 0.0)
-        own_top, top = top, _reduced(top.clone(), groups, dist.ReduceOp.MAX)
-        # Of equal logits the first counts, whichever rank has it.
-        first = torch.where(own_top == top, likeliest + begin_V, torch.iinfo(torch.int64).max)
-        correct[part] = (_reduced(first, groups, dist.ReduceOp.MIN) == targets_N[part, None])[:, 0]
+        top = _reduced(own_top.clone(), groups, dist.ReduceOp.MAX)
+        if correct is not None:  # of equal logits the first counts, whichever rank has it
+            likeliest = logits.argmax(-1, keepdim=True) + begin_V
+            first = torch.where(own_top == top, likeliest, torch.iinfo(torch.int64).max)
+            correct[part] = (_reduced(first, groups, dist.ReduceOp.MIN) == targets_N[part, None])[:, 0]
         exps = logits.sub_(top).exp_()
         sums = torch.cat((exps.sum(-1, keepdim=True), at_target), dim=-1)
         total, at_target = _reduced(sums, groups, dist.ReduceOp.SUM).split(1, dim=-1)
@@ -65,10 +71,13 @@ def head_loss(
             continue
         grad = exps.mul_(scale / total)
         grad.scatter_add_(-1, target, torch.where(mine, -scale, 0.0).to(grad.dtype))
-        grad = grad.to(weight_VD.dtype)
+        if logits_RV is not products_RV:
+            grad = products_RV[: len(hidden)].copy_(grad)
         torch.mm(grad, weight_VD, out=hidden_grad[part])
         if weight_grad is not None:
-            weight_grad.addmm_(grad.T, hidden)
+            weight_grad.addmm_(grad.T, hidden, beta=0 if begin == 0 else 1)
+    if weight_grad is not None and num_rows == 0:
+        weight_grad.zero_()
     if hidden_grad is not None:
         hidden_grad = _reduced(hidden_grad, groups, dist.ReduceOp.SUM)
     return HeadLoss(loss_sum, correct, hidden_grad, weight_grad)

@@ -261,6 +261,7 @@ def make_eval_step(
         hidden = run(blocks, weights)["hidden"]
         (head,) = weights.fetch([head_path(cfg)], dtype=recipe.head_dtype).values()
         result = head_loss(head, hidden.to(head.dtype), inputs.text.targets, groups=groups)
+        assert result.correct is not None
         num_samples, length = batch["input_ids"].shape
         sample = inputs.text.token_rows[inputs.text.target_rows] // length
         targets = torch.bincount(sample, minlength=num_samples)

@@ -88,9 +88,9 @@ def join(train: TrainConfig, platform: Platform) -> Ranks:
     topology = resolve_topology(train.accelerator, world_size)
     local_rank = train.local_rank if train.local_rank is not None else int(os.environ.get("LOCAL_RANK", "0"))
     device = platform.device(local_rank)
+    platform.keep_freed_memory()
     if world_size == 1:
         return Ranks(rank, world_size, device, topology, None, 0)
-    platform.keep_freed_memory()
     if not dist.is_initialized():
         dist.init_process_group(train.comm_backend or platform.backend, timeout=TIMEOUT)
     axes = tuple(field.name for field in fields(Topology))
