@@ -140,7 +140,8 @@ class Qwen3VLMoeAdapter:
                 f"{directory} holds its experts transposed ({turned[0]}): start from its weights alone, set "
                 "model.weights_path to it instead of train.checkpoint.load_path"
             )
-        moments, groups = StoredMoments(tensors, self._groups()), self._groups()
+        groups = self._groups()
+        moments = StoredMoments(tensors, groups)
         trees: dict[Moment, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
         for path in (path for group in groups for path in group):
             for moment, flat in trees.items():  # both of a parameter: they lie beside each other in the file
