@@ -151,7 +151,7 @@ def _start(config: Config, arguments: Sequence[str], processes: int) -> int:
         recorded = "time_ns" in failure.error_file_data
         text = failure.error_file_data["message"]["message"] if recorded else failure.message
         print(f"error: rank {rank}: {text} (logs of all ranks: {logs})", file=sys.stderr)
-        return 1
+        return 2 if failure.exitcode == 2 else 1
     return _exit_code(int(stop_file.read_text())) if stop_file.exists() else 0
 
 
@@ -174,8 +174,11 @@ def _run_rank(config: Config) -> int:
             sys.stdout = _Tee(stop_file.with_name("rank_0.log"))
     from .trainer import Trainer
 
+    started = False
     try:
-        stopped_by = Trainer(config).train(Interruption(stop_file))
+        trainer = Trainer(config)
+        started = True
+        stopped_by = trainer.train(Interruption(stop_file))
         return 0 if started_here else _exit_code(stopped_by)  # the launcher knows what it handed on
     except KeyboardInterrupt:
         os._exit(130)
@@ -190,7 +193,7 @@ def _run_rank(config: Config) -> int:
                 traceback.print_exc(file=log)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(2 if isinstance(error, ValueError) and not started else 1)
 
 
 def _watch_launcher(stop_file: Path) -> None:

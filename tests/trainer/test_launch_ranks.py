@@ -269,6 +269,15 @@ def test_one_rank_that_fails_ends_all(conversations):
     assert str(output(conversations) / "logs") in errors[0]
 
 
+def test_what_the_ranks_refuse_is_a_mistake_in_the_input(small):
+    """Found only once they have joined; one message, and the exit code of a mistake that the launcher itself finds."""
+    small["train"] |= {"accelerator": {"dp_shard": 2}}
+    small["train"]["checkpoint"] |= {"load_path": "no/such/step_3"}
+    done = launch(small)
+    (error,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "load_path = no/such/step_3 cannot be resumed from: no/such/step_3 does not exist" in error
+
+
 @contextlib.contextmanager
 def started(raw: dict[str, Any], start: Sequence[str] = LAUNCH, *, records: int = 3) -> Iterator[tuple[Any, list[int]]]:
     """A run in a process group of its own, once it has taken some steps: the launcher, and its descendants' ids."""
