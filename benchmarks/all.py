@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from cases import CASES, SMALL, Case, step_flops
+from cases import CASES, SMALL, Case, make_batch, make_params, step_flops, transformers_model
 from packing import compare as compare_packing
 from ranks import ALONE, measure_ranks
-from step_time import OURS, StepTimes, build, measure_step
+from step_time import OURS, StepTimes, build, measure_step, our_step, peer_step
 from teams import Measured, Step, Team, measure
 
-from qwen3vl_functional import AdamW, Qwen3VLMoeConfig, Recipe, init_state, make_train_step
+from qwen3vl_functional import Qwen3VLMoeConfig
 from qwen3vl_functional.loss import head_loss
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -137,39 +137,14 @@ def wide_case() -> Case:
 
 def build_wide(contender: str, rank: int) -> Step:
     """bf16 in flight, blocks recomputed, tower frozen."""
-    from cases import LEARNING_RATE, MAX_GRAD_NORM, make_batch, make_params, transformers_model
-
     case = wide_case()
     params, batch = make_params(case), make_batch(case)
     if contender == OURS:
-        frozen = ("model.visual",)
-        state = init_state(params, case.config, frozen=frozen)
-        optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-        train_step = make_train_step(case.config, optimizer, Recipe(dtype=torch.bfloat16, remat="full"), frozen=frozen)
-
-        def step() -> float:
-            nonlocal state
-            state, metrics = train_step(state, [batch])
-            return float(metrics.loss)
-
-        return step
+        return our_step(case, params, batch, torch.bfloat16, remat=True, frozen=("model.visual",))
     model: Any = transformers_model(case, params, attention="sdpa")
     del params
     model.model.visual.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer_ = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
-
-    def peer_step() -> float:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
-        optimizer_.step()
-        optimizer_.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    return peer_step
+    return peer_step(model, batch, autocast=True, remat=True)
 
 
 def wide_rows(rounds: int) -> list[Row]:

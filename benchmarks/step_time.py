@@ -30,21 +30,27 @@ def build(case: Case, dtype: str, contender: str, remat: bool, rank: int = 0) ->
     """A step function that returns its loss. In bf16, ours keeps fp32 weights at rest, as autocast does."""
     params, batch = make_params(case), make_batch(case)
     if contender == OURS:
-        return _ours(case, params, batch, torch.bfloat16 if dtype == "bf16" else None, remat)
+        return our_step(case, params, batch, torch.bfloat16 if dtype == "bf16" else None, remat)
     attention = "eager" if "eager" in contender else "sdpa"
     model = transformers_model(case, params, attention=attention)
     del params
     if contender.endswith("bf16"):
         model.to(torch.bfloat16)
-    if remat:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-    return _transformers(model, batch, autocast="autocast" in contender)
+    return peer_step(model, batch, autocast="autocast" in contender, remat=remat)
 
 
-def _ours(case: Case, params: Any, batch: dict[str, torch.Tensor], dtype: torch.dtype | None, remat: bool) -> Step:
-    state = init_state(params, case.config)
+def our_step(
+    case: Case,
+    params: Any,
+    batch: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    remat: bool,
+    frozen: tuple[str, ...] = (),
+) -> Step:
+    """Our step; ``dtype`` in flight."""
+    state = init_state(params, case.config, frozen=frozen)
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-    train_step = make_train_step(case.config, optimizer, Recipe(dtype=dtype, remat="full" if remat else "off"))
+    train_step = make_train_step(case.config, optimizer, Recipe(dtype=dtype, remat="full" if remat else "off"), frozen=frozen)
 
     def step() -> float:
         nonlocal state
@@ -54,14 +60,18 @@ def _ours(case: Case, params: Any, batch: dict[str, torch.Tensor], dtype: torch.
     return step
 
 
-def _transformers(model: torch.nn.Module, batch: dict[str, torch.Tensor], *, autocast: bool) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def peer_step(model: Any, batch: dict[str, torch.Tensor], *, autocast: bool, remat: bool) -> Step:
+    """transformers' module and torch's AdamW over the parameters that want a gradient."""
+    if remat:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
