@@ -48,14 +48,14 @@ def step_rows(rounds: int) -> list[Row]:
         for dtype in ("fp32", "bf16"):
             found = measure_step(case, dtype, rounds, remat=False)
             peer = AUTOCAST if dtype == "bf16" else found.ratio("seconds")[1]
-            rows += _step(f"{name} {dtype}", case, found, peer, memory=name == "small")
+            rows += _step(f"{name} {dtype}", case, found, peer)
     for dtype, peer in (("fp32", SDPA), ("bf16", AUTOCAST)):
         found = measure_step(SMALL, dtype, rounds, remat=True)
-        rows += _step(f"small {dtype}, recomputing every block", SMALL, found, peer, memory=True)
+        rows += _step(f"small {dtype}, recomputing every block", SMALL, found, peer)
     return rows
 
 
-def _step(what: str, case: Case, found: StepTimes, peer: str, *, memory: bool) -> list[Row]:
+def _step(what: str, case: Case, found: StepTimes, peer: str) -> list[Row]:
     mine, theirs = found.contenders[OURS], found.contenders[peer]
     rows = [
         ratio(f"{what}: step ({peer})", 1e3 * mine.seconds, 1e3 * theirs.seconds, "ms", digits=1 if mine.seconds < 0.1 else 0)
@@ -63,7 +63,6 @@ def _step(what: str, case: Case, found: StepTimes, peer: str, *, memory: bool) -
     if case is SMALL:
         share, peer_share = (100 * step_flops(case) / run.seconds / found.peak_flops for run in (mine, theirs))
         rows.append(ratio(f"{what}: share of the matmul peak", share, peer_share, "%"))
-    if memory:
         peer = peer if peer == AUTOCAST else SDPA
         theirs = found.contenders[peer]
         rows.append(ratio(f"{what}: peak memory ({peer})", mine.peak_memory / 2**20, theirs.peak_memory / 2**20, "MiB"))

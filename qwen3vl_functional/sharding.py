@@ -160,8 +160,13 @@ def mesh_slices(layout: Layout, mesh: DeviceMesh) -> tuple[slice, ...]:
 
 def as_dtensor(local: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     """Wrap this rank's part as a DTensor; no communication, no copy."""
-    stride = torch.empty(layout.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, layout.placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
+    shape, stride = torch.Size(layout.shape), contiguous_stride(layout.shape)
+    return DTensor.from_local(local, mesh, layout.placements, run_check=False, shape=shape, stride=stride)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def shard(params: TensorDict, mesh: DeviceMesh, placed: Mapping[str, Layout]) -> TensorDict:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .collectives import gather_single, scatter_single
 from .peers import PeerMemory
-from .sharding import Layout, chunk_range
+from .sharding import Layout, chunk_range, contiguous_stride
 from .transforms import Values
 
 
@@ -45,20 +45,16 @@ class Cut:
         low, high = self.ranges[rank]
         shape = (*self.shape[: self.dim], high - low, *self.shape[self.dim + 1 :])
         row = math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
-        return shard.as_strided(shape, _contiguous_stride(shape), low * row)
+        return shard.as_strided(shape, contiguous_stride(shape), low * row)
 
     def whole(self, shard: torch.Tensor) -> torch.Tensor:
         """The whole leaf in such memory; only where the leading dim is cut do shards end to end make one."""
         assert self.dim == 0
-        return shard.as_strided(self.shape, _contiguous_stride(self.shape), 0)
+        return shard.as_strided(self.shape, contiguous_stride(self.shape), 0)
 
     def peers(self) -> list[tuple[int, int]]:
         """The other ranks: in the group, and globally."""
         return [(rank, dist.get_global_rank(self.group, rank)) for rank in range(self.world) if rank != self.rank]
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 Cuts = Mapping[str, Cut]

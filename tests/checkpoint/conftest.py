@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -6,9 +5,6 @@ import pytest
 import torch
 from hypothesis import settings
 from saved import save_small
-
-REPOSITORY = Path(__file__).parents[2]
-TINY = json.loads((REPOSITORY / "tests" / "torch" / "qwen3_vl_moe" / "tiny_config.json").read_text())
 
 settings.register_profile("checkpoint", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("checkpoint")
@@ -20,21 +16,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def tiny_config() -> dict:
-    """config.json of a small model with every mechanism in it."""
-    return TINY
-
-
-@pytest.fixture(scope="session")
-def sample() -> Path:
-    """What the existing Trainer's own writer left, of the tiny model on 2 ranks; it lies beside the repository."""
-    directory = REPOSITORY.parent / "shared" / "fixtures" / "existing_trainer"
-    if not directory.is_dir():
-        pytest.skip("the sample that the existing Trainer wrote is not beside the repository")
-    return directory
 
 
 @pytest.fixture(scope="session")

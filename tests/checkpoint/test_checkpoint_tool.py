@@ -26,19 +26,12 @@ PARAMETERS = 374_120
 
 
 @pytest.fixture(scope="module")
-def raw(tiny_config, tmp_path_factory) -> dict:
-    overrides = {key: value for key, value in tiny_config.items() if key.endswith(("_config", "_token_id"))}
-    return {
-        "model": {"config_overrides": {"vl": True, **overrides}},
-        "data": {"type": "vl_dummy", "max_seq_len": 24, "vl_grid_h": 4, "vl_grid_w": 4},
-        "train": {
-            "max_steps": 2,
-            "global_batch_size": 2,
-            "micro_batch_size": 2,
-            "optimizer": {"lr": 1e-2, "lr_warmup_ratio": 0.0},
-            "checkpoint": {"output_dir": str(tmp_path_factory.mktemp("tool") / "run"), "save_steps": 1},
-        },
-    }
+def raw(make_raw, tmp_path_factory) -> dict:
+    raw = make_raw(tmp_path_factory.mktemp("tool") / "run")
+    raw["train"] |= {"max_steps": 2, "global_batch_size": 2}
+    raw["train"]["optimizer"]["lr_warmup_ratio"] = 0.0
+    raw["train"]["checkpoint"]["save_steps"] = 1
+    return raw
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,6 @@ from hyper_parallel.trainer.distributed import Ranks
 from hyper_parallel.trainer.interruption import REPEAT_SECONDS
 from hyper_parallel.trainer.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
-EXISTING = ROOT.parent / "shared" / "fixtures"
 END_SECONDS = 60  # at most, from a signal to the end of all ranks
 WALL = {"step_time", "tokens_per_second", "peak_memory"}  # what is measured, not computed
 
@@ -443,11 +441,10 @@ def test_any_topology_resumes_on_any_other(raw, interrupted_on, saved, loaded):
     assert np.mean(later[0]) == pytest.approx(np.mean(later[1]), abs=1e-6)
 
 
-@pytest.mark.skipif(not (EXISTING / "existing_trainer").is_dir(), reason="the existing Trainer's sample is not here")
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_checkpoint_of_the_existing_trainer(raw, world):
+def test_a_checkpoint_of_the_existing_trainer(raw, sample, world):
     """Written by two ranks of FSDP, each with a half of every tensor's first dim."""
-    sample = EXISTING / "existing_trainer" / "step_2"
+    sample /= "step_2"
     raw["train"]["checkpoint"] |= {"load_path": str(sample)}
     before, after, notes = state_on(world, accelerated(raw, dp_shard=world))
     expected = {
