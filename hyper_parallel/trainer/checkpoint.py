@@ -166,10 +166,10 @@ class Checkpointer:
         try:
             result = action()
         except Exception as error:  # whatever fails on one rank must end the round on all
-            failure = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
+            failure = f"rank {self.ranks.rank}: {type(error).__name__}: {error} ({_free_space(self.output_dir)})"
         outcomes = self.ranks.gather((result, failure))
         if failures := [failure for _, failure in outcomes if failure is not None]:
-            raise SaveError(f"{target} was not saved: {'; '.join(failures)} ({_free_space(self.output_dir)})")
+            raise SaveError(f"{target} was not saved: {'; '.join(failures)}")
         return [result for result, _ in outcomes]
 
     def _commit(self, partial: Path, target: Path, snapshot: _Snapshot, parts: list[_Written]) -> None:
