@@ -279,6 +279,7 @@ class TrainConfig:
     accelerator: AcceleratorConfig = key(AcceleratorConfig(), "how ranks share the work")
     mixed_precision: MixedPrecisionConfig = key(MixedPrecisionConfig(), "dtypes in flight")
     gradient_checkpointing: GradientCheckpointingConfig = key(GradientCheckpointingConfig(), "recomputation")
+    compile: bool = key(False, "torch.compile the blocks: faster steps after a minute of compiling; not with tp")
     optimizer: OptimizerConfig = key(OptimizerConfig(), "optimizer and learning rate")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving and resuming")
     logging: LoggingConfig = key(LoggingConfig(), "console and metrics")
@@ -292,6 +293,11 @@ class TrainConfig:
     moe_monitor: None = unsupported(None, "expert-load monitor", also=(OFF,))
 
     def __post_init__(self) -> None:
+        if self.compile and self.accelerator.tp > 1:
+            raise ValueError(
+                f"train.compile: true with train.accelerator.tp = {self.accelerator.tp}: the blocks of a tensor-parallel model "
+                "communicate, and are not compiled; shard with dp_shard instead, or leave train.compile out"
+            )
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"train.global_batch_size = {self.global_batch_size} is not a multiple of "

@@ -56,7 +56,9 @@ def route(weight_ED: torch.Tensor, x_TD: torch.Tensor, cfg: TextConfig) -> Routi
     probs_TE = F.linear(x_TD, weight_ED).softmax(-1, dtype=torch.float32)
     weights_TK, experts_TK = probs_TE.topk(cfg.num_experts_per_tok)
     weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(x_TD.dtype)
-    count_E = torch.bincount(experts_TK.flatten(), minlength=cfg.num_experts)
+    chosen = experts_TK.flatten()
+    # bincount would wait for the device, to learn the largest.
+    count_E = chosen.new_zeros(cfg.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
     return Routing(experts_TK, weights_TK, probs_TE, count_E)
 
 
@@ -109,16 +111,46 @@ def sort_rows(experts_TK: torch.Tensor, count_E: torch.Tensor, first: int, local
 
 def _row_multiple(x: torch.Tensor) -> int:
     """A CPU compiles a matmul in reduced precision anew for every number of rows that it meets: let it meet few."""
+    if torch.compiler.is_compiling():  # to count the rows that fill up is to read the device
+        return 1
     return 32 if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else 1
 
 
 def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """``x[rows of expert e] @ weight[e]`` for rows sorted by expert, which end at ``ends_E`` (int32); experts may be empty."""
     if _can_group(x_RD, weight_EDF):
+        if torch.compiler.is_compiling() and x_RD.dtype != torch.bfloat16:
+            return _opaque_grouped_mm(x_RD, weight_EDF, ends_E)
         return F.grouped_mm(x_RD, weight_EDF, offs=ends_E)
     # unbind once: indexing weight[e] would write a gradient the size of all experts for each of them.
     rows = x_RD.tensor_split(_values(ends_E[:-1]))
     return torch.cat([x @ w for x, w in zip(rows, weight_EDF.unbind(0), strict=True)])
+
+
+@torch.library.custom_op("qwen3vl_functional::grouped_mm", mutates_args=())
+def _opaque_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """torch's grouped matmul, whole for compilers: in other dtypes than bf16 it runs, but cannot be traced."""
+    return F.grouped_mm(a, b, offs=ends_E)
+
+
+@_opaque_grouped_mm.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    groups = (len(ends_E),) if b.dim() == 2 else ()  # (rows, D) x (E, D, F), or (D, rows) x (rows, F) cut into E products
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
+
+
+def _grouped_mm_backward(ctx: Any, grad_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    x_RD, weight_EDF, ends_E = ctx.saved_tensors
+    grad_RF = grad_RF.contiguous()
+    x_grad = _opaque_grouped_mm(grad_RF, weight_EDF.transpose(1, 2), ends_E)
+    return x_grad, _opaque_grouped_mm(x_RD.T, grad_RF, ends_E), None
+
+
+def _keep_operands(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_opaque_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_operands)
 
 
 def _values(indices: torch.Tensor) -> list[int]:

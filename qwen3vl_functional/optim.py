@@ -107,52 +107,42 @@ def adamw_update(
         paths = [path for path in params if specs[path].decay == decay]
         if not paths:
             continue
-        adamw(
+        lists = (
             [params[path] for path in paths],
             [grads[path] for path in paths],
             [local_view(exp_avg[path]) for path in paths],
             [local_view(exp_avg_sq[path]) for path in paths],
-            [],
-            list(torch.full((len(paths),), float(state.step), device=device).unbind()),
-            foreach=cfg.foreach if not fused else False,
-            fused=fused,
-            grad_scale=1.0 / grad_factor if fused else None,
-            found_inf=torch.zeros((), device=device) if fused else None,
-            amsgrad=False,
-            beta1=cfg.betas[0],
-            beta2=cfg.betas[1],
-            lr=learning_rate(cfg, state.step),
-            weight_decay=cfg.weight_decay if decay else 0.0,
-            eps=cfg.eps,
-            maximize=False,
         )
+        rates = {
+            "beta1": cfg.betas[0],
+            "beta2": cfg.betas[1],
+            "lr": learning_rate(cfg, state.step),
+            "weight_decay": cfg.weight_decay if decay else 0.0,
+            "eps": cfg.eps,
+        }
+        if fused:
+            _fused_adamw(lists, torch.tensor(state.step + 1.0, device=device), 1.0 / grad_factor, rates)
+        else:
+            steps = list(torch.full((len(paths),), float(state.step), device=device).unbind())
+            adamw(*lists, [], steps, foreach=cfg.foreach, amsgrad=False, maximize=False, **rates)
     return state._replace(step=state.step + 1)
+
+
+def _fused_adamw(
+    lists: Sequence[list[torch.Tensor]], step: torch.Tensor, grad_scale: torch.Tensor, rates: Mapping[str, float]
+) -> None:
+    """torch's fused kernel, which divides gradients by ``grad_scale``. ``step`` counts this update; all leaves share it."""
+    steps = [step] * len(lists[0])
+    torch._fused_adamw_(*lists, [], steps, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=None, **rates)
 
 
 @functools.cache
 def _has_fused_kernel(device_type: str) -> bool:
     """Whether torch's fused AdamW runs on this kind of device: asked by running it once."""
-    one, step = torch.ones(1, device=device_type), torch.zeros((), device=device_type)
+    one = torch.ones((), device=device_type)
+    rates = {"beta1": 0.9, "beta2": 0.9, "lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
     try:
-        adamw(
-            [one],
-            [one.clone()],
-            [one.clone()],
-            [one.clone()],
-            [],
-            [step],
-            fused=True,
-            foreach=False,
-            grad_scale=step + 1,
-            found_inf=step.clone(),
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.9,
-            lr=0.0,
-            weight_decay=0.0,
-            eps=1.0,
-            maximize=False,
-        )
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):  # torch says "no such kernel" in all these ways
+        _fused_adamw([[torch.ones(1, device=device_type)] for _ in range(4)], one, one, rates)
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError):  # ways to say "no such kernel"
         return False
     return True

@@ -163,12 +163,19 @@ def text_rotary(positions_3T: torch.Tensor, cfg: TextConfig) -> tuple[torch.Tens
 
     Frequency slots 1, 4, 7, ... take the height, 2, 5, 8, ... the width (up to three times their section), the rest time.
     """
-    half = cfg.head_dim // 2
-    slot = torch.arange(half, device=positions_3T.device)
-    frequency = 1.0 / cfg.rope_theta ** (2 * slot.float() / cfg.head_dim)
-    axis = torch.where(slot < 3 * torch.tensor(cfg.mrope_section, device=slot.device)[slot % 3], slot % 3, 0)
+    axis, frequency = _text_frequencies(cfg.head_dim, cfg.rope_theta, tuple(cfg.mrope_section), positions_3T.device)
     angles = positions_3T.float()[axis].T * frequency
     return angles.cos(), angles.sin()
+
+
+@functools.cache
+def _text_frequencies(
+    head_dim: int, theta: float, section: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which axis each slot takes, and its frequency; remembered, because they are the same in every step."""
+    slot = torch.arange(head_dim // 2, device=device)
+    axis = torch.where(slot < 3 * torch.tensor(section, device=device)[slot % 3], slot % 3, 0)
+    return axis, 1.0 / theta ** (2 * slot.float() / head_dim)
 
 
 def vision_rotary(rows_cols_P2: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

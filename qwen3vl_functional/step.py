@@ -63,7 +63,8 @@ class Recipe(NamedTuple):
 
     ``dtype``: of parameters and activations in flight (None: as at rest); ``head_dtype``: of the output head's matmuls where
     that differs; ``reduce_dtype``: in which gradients are summed over ranks; ``reshard``: free gathered weights between
-    forward and backward; ``fused``: one collective a block.
+    forward and backward; ``fused``: one collective a block; ``compiled``: blocks go through torch.compile, a program for each
+    kind of block.
     """
 
     remat: Remat = "off"
@@ -73,6 +74,7 @@ class Recipe(NamedTuple):
     loss_aggregation: LossAggregation = "token_weighted"
     reshard: bool = True
     fused: bool = True
+    compiled: bool = False
 
 
 def init_state(params: TensorDict, cfg: Qwen3VLMoeConfig, *, frozen: tuple[str, ...] = ()) -> TrainState:
@@ -179,7 +181,7 @@ def accumulate(
         loss = training_loss(
             cfg, inputs, trainable, placement.groups, scale=scale, balance_scale=1.0 / parts, dtype=recipe.head_dtype
         )
-        value = value_and_grad(fuse(blocks, weights, loss.reads), loss, weights, trainable)
+        value = value_and_grad(fuse(blocks, weights, loss.reads), loss, weights, trainable, compiled=recipe.compiled)
         losses.append(value.loss)
         balances += [value.metrics["load_balance"]] if "load_balance" in value.metrics else []
     total = axes.add_up(torch.stack(losses).sum())

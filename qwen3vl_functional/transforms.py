@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -168,7 +169,9 @@ def run(blocks: Sequence[Block], weights: Weights) -> Values:
     return values
 
 
-def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, trainable: Collection[str]) -> LossValue:
+def value_and_grad(
+    blocks: Sequence[Block], loss: Loss, weights: Weights, trainable: Collection[str], *, compiled: bool = False
+) -> LossValue:
     """Run a chain forward and pull its loss back, handing the gradients of trainable leaves to ``weights``.
 
     A block that needs no gradient stores nothing; a ``remat`` block stores its inputs alone and is run again when its turn
@@ -186,10 +189,10 @@ def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, traina
         names = [path for path in own[i] if path in trainable], [name for name in block.reads if name in differentiable]
         linearized = None
         if any(names) and not block.remat:
-            linearized = _linearize(block, leaves_, reads, *names)
+            linearized = _linearize(block, leaves_, reads, *names, compiled)
             outputs = linearized.outputs
         else:
-            outputs = _function(block, leaves_, reads)({}, {})
+            outputs = _function(block, leaves_, reads, compiled)({}, {})
         emptied = weights.release(leaves_)
         if any(names):
             differentiable.update(block.writes)
@@ -227,14 +230,14 @@ def value_and_grad(blocks: Sequence[Block], loss: Loss, weights: Weights, traina
         if tape:
             tape[-1].prefetch(weights)
         if linearized is None:
-            linearized = _linearize(step.block, leaves_, step.reads, step.params, step.inputs)
+            linearized = _linearize(step.block, leaves_, step.reads, step.params, step.inputs, compiled)
             del leaves_
         outputs, pullback = linearized
         cotangent = tuple(
             cotangents.pop(name) if name in cotangents else torch.zeros_like(output)
             for name, output in zip(step.block.writes, outputs, strict=True)
         )
-        param_grads, read_grads = pullback(cotangent, retain_graph=False, create_graph=False)
+        param_grads, read_grads = pullback(cotangent)
         del step, linearized, outputs, pullback, cotangent
         for name, grad in read_grads.items():
             cotangents[name] = cotangents[name] + grad if name in cotangents else grad
@@ -287,9 +290,12 @@ def _joined(blocks: Sequence[Block], needed: Collection[str]) -> Block:
     return Block(paths, tuple(reads), writes, fn)
 
 
+_Function = Callable[[Values, Values], tuple[torch.Tensor, ...]]
+
+
 class _Linearized(NamedTuple):
     outputs: tuple[torch.Tensor, ...]
-    pullback: Callable[..., tuple[Values, Values]]
+    pullback: Callable[[tuple[torch.Tensor, ...]], tuple[Values, Values]]
 
 
 class _Step(NamedTuple):
@@ -311,19 +317,73 @@ class _Step(NamedTuple):
             weights.prefetch(self.paths, self.emptied)
 
 
-def _linearize(block: Block, leaves: Values, reads: Values, params: Collection[str], inputs: Collection[str]) -> _Linearized:
+def _linearize(
+    block: Block, leaves: Values, reads: Values, params: Collection[str], inputs: Collection[str], compiled: bool
+) -> _Linearized:
     """Evaluate a block, keeping the residuals until the pullback is called (once)."""
     primals = {path: leaves[path] for path in params}, {name: reads[name] for name in inputs}
-    outputs, pullback = vjp(_function(block, leaves, reads), *primals)[:2]
-    return _Linearized(outputs, pullback)
+    function = _function(block, leaves, reads, compiled)
+    if compiled:
+        return _linearize_compiled(function, *primals)
+    outputs, pullback = vjp(function, *primals)[:2]
+    return _Linearized(outputs, functools.partial(pullback, retain_graph=False, create_graph=False))
 
 
-def _function(block: Block, leaves: Values, reads: Values) -> Callable[[Values, Values], tuple[torch.Tensor, ...]]:
+def _linearize_compiled(function: _Function, params: Values, inputs: Values) -> _Linearized:
+    """The same through autograd: torch.func cannot look into a compiled program, which brings its own backward."""
+    params, inputs = ({name: x.detach().requires_grad_() for name, x in values.items()} for values in (params, inputs))
+    with torch.enable_grad():
+        outputs = function(params, inputs)
+
+    def pullback(cotangents: tuple[torch.Tensor, ...]) -> tuple[Values, Values]:
+        ends = [(output, grad) for output, grad in zip(outputs, cotangents, strict=True) if output.requires_grad]
+        primals = [*params.values(), *inputs.values()]
+        found = torch.autograd.grad(
+            [output for output, _ in ends],
+            primals,
+            [grad for _, grad in ends],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        grads = iter(found)
+        return {name: next(grads) for name in params}, {name: next(grads) for name in inputs}
+
+    return _Linearized(tuple(output.detach() for output in outputs), pullback)
+
+
+def _function(block: Block, leaves: Values, reads: Values, compiled: bool = False) -> _Function:
     """The block as a function of those leaves and inputs that are given again; blocks index their leaves by name."""
 
     def function(params: Values, inputs: Values) -> tuple[torch.Tensor, ...]:
         tree = unflatten({**leaves, **params})
         values = {**reads, **inputs}
-        return block.fn(*(subtree(tree, path) for path in block.paths), *(values[name] for name in block.reads))
+        arguments = *(subtree(tree, path) for path in block.paths), *(values[name] for name in block.reads)
+        if not compiled:
+            return block.fn(*arguments)
+        return _program(block.fn.__code__, len(arguments), bool(params or inputs))(block.fn, *arguments)
 
     return function
+
+
+@functools.cache
+def _program(code: CodeType, num_arguments: int, differentiated: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A compiled caller for functions of one code object: for all layers of a kind, that is.
+
+    torch keeps a few programs (for one shape, for varying shapes, ...) for each code object that it compiles and then goes on
+    without compiling, hence a copy of the code for each use.
+    """
+
+    def call(fn: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return fn(*arguments)
+
+    call.__code__ = call.__code__.replace(co_name=code.co_name)
+    return torch.compile(call)
+
+
+def compiler_problem(device: torch.device) -> str | None:
+    """Why torch.compile does not work on this device, in one line; None where it does. Asked by compiling an addition."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except Exception as error:  # a missing compiler shows in as many ways as there are backends
+        return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    return None

@@ -73,6 +73,16 @@ def test_grouped_kernel_equals_loop(dtype, monkeypatch):
         assert relative(ours, reference) < TOLERANCE[dtype]
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped matmul")
+def test_the_kernel_as_an_operator_for_compilers():
+    x, weight, count = grouped_operands([3, 0, 4, 1], 16, 8, torch.float32)
+    ends = count.cumsum(0).int()
+    expected = grads_of(lambda x, w: grouped_linear(x, w, ends), x, weight)
+    results = grads_of(lambda x, w: moe_module._opaque_grouped_mm(x, w, ends), x, weight)
+    assert all(torch.equal(ours, reference) for ours, reference in zip(results, expected, strict=True))
+    torch.library.opcheck(moe_module._opaque_grouped_mm, (x.requires_grad_(), weight.requires_grad_(), ends))
+
+
 def test_which_operands_the_kernel_takes():
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has no grouped matmul")

@@ -42,7 +42,7 @@ def test_subtree_finds_every_node(tree):
         for end in range(1, len(keys)):
             root = ".".join(keys[:end])
             below = {full: value for full, value in leaves(tree) if full.startswith(root + ".")}
-            assert dict(leaves(subtree(tree, root), root + ".")) == below
+            assert {f"{root}.{path}": value for path, value in leaves(subtree(tree, root))} == below
 
 
 @given(trees)

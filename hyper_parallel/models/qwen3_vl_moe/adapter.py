@@ -27,6 +27,7 @@ from qwen3vl_functional.hf import refuse_square_experts
 from qwen3vl_functional.optim import AdamWState, learning_rate
 from qwen3vl_functional.sharding import layouts, local_view, place
 from qwen3vl_functional.spec import count, leaves, split_frozen, to_tensordict
+from qwen3vl_functional.transforms import compiler_problem
 
 from ...config import Config, OptimizerConfig, Topology
 from ...core.distributed_checkpoint.chunks import ChunkedTensors, Part, hugging_face_directory, is_checkpoint
@@ -72,6 +73,8 @@ class Qwen3VLMoeAdapter:
     def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None, resume: Path | None = None) -> str:
         config, cfg = self.config, self.architecture
         replicated = _replicated(config, 1 if mesh is None else mesh["dp_replicate"].size() * mesh["dp_shard"].size())
+        if self.recipe.compiled and (problem := compiler_problem(device)):
+            raise ValueError(f"train.compile: true, but torch.compile does not work here ({problem}): mend that, or leave it out")
         self.device, self.placement = device, place(param_specs(cfg), mesh, replicated=replicated)
         weights = resume or config.model.weights_path
         if weights is None:
@@ -180,6 +183,7 @@ def step_recipe(config: Config) -> Recipe:
         loss_aggregation=train.optimizer.loss_aggregation,
         reshard=train.accelerator.reshard_after_forward,
         fused=train.accelerator.comm_fusion,
+        compiled=train.compile,
     )
     if not precision.enabled:
         return recipe
