@@ -69,13 +69,14 @@ def head_loss(
         loss_sum += (total.log() + top - at_target).sum()
         if hidden_grad is None:
             continue
-        grad = exps.mul_(scale / total)
-        grad.scatter_add_(-1, target, torch.where(mine, -scale, 0.0).to(grad.dtype))
+        # The gradient is (exps - total * onehot) * scale / total. What scales a row goes to the narrow operand and result.
+        grad = exps.scatter_add_(-1, target, torch.where(mine, -total, 0.0))
         if logits_RV is not products_RV:
             grad = products_RV[: len(hidden)].copy_(grad)
-        torch.mm(grad, weight_VD, out=hidden_grad[part])
+        row_scale = (scale / total).to(hidden.dtype)
+        torch.mm(grad, weight_VD, out=hidden_grad[part]).mul_(row_scale)
         if weight_grad is not None:
-            weight_grad.addmm_(grad.T, hidden, beta=0 if begin == 0 else 1)
+            weight_grad.addmm_(grad.T, hidden * row_scale, beta=0 if begin == 0 else 1)
     if weight_grad is not None and num_rows == 0:
         weight_grad.zero_()
     if hidden_grad is not None:
