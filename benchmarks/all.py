@@ -24,7 +24,7 @@ import transformers
 from cases import CASES, SMALL, Case, make_batch, make_params, step_flops, transformers_model
 from packing import compare as compare_packing
 from ranks import ALONE, measure_ranks
-from step_time import OURS, StepTimes, build, measure_step, our_step, peer_step
+from step_time import COMPILED, OURS, StepTimes, build, measure_step, our_step, peer_step
 from teams import Measured, Step, Team, measure
 
 from qwen3vl_functional import Qwen3VLMoeConfig
@@ -56,16 +56,19 @@ def step_rows(rounds: int) -> list[Row]:
 
 
 def _step(what: str, case: Case, found: StepTimes, peer: str) -> list[Row]:
-    mine, theirs = found.contenders[OURS], found.contenders[peer]
-    rows = [
-        ratio(f"{what}: step ({peer})", 1e3 * mine.seconds, 1e3 * theirs.seconds, "ms", digits=1 if mine.seconds < 0.1 else 0)
-    ]
-    if case is SMALL:
+    rows: list[Row] = []
+    theirs = found.contenders[peer]
+    for ours in (name for name in (OURS, COMPILED) if name in found.contenders):
+        mine, label = found.contenders[ours], what + ours.removeprefix(OURS)
+        digits = 1 if mine.seconds < 0.1 else 0
+        rows.append(ratio(f"{label}: step ({peer})", 1e3 * mine.seconds, 1e3 * theirs.seconds, "ms", digits=digits))
+        if case is not SMALL:
+            continue
         share, peer_share = (100 * step_flops(case) / run.seconds / found.peak_flops for run in (mine, theirs))
-        rows.append(ratio(f"{what}: share of the matmul peak", share, peer_share, "%"))
-        peer = peer if peer == AUTOCAST else SDPA
-        theirs = found.contenders[peer]
-        rows.append(ratio(f"{what}: peak memory ({peer})", mine.peak_memory / 2**20, theirs.peak_memory / 2**20, "MiB"))
+        rows.append(ratio(f"{label}: share of the matmul peak", share, peer_share, "%"))
+        least = peer if peer == AUTOCAST else SDPA
+        memories = mine.peak_memory / 2**20, found.contenders[least].peak_memory / 2**20
+        rows.append(ratio(f"{label}: peak memory ({least})", *memories, "MiB"))
     return rows
 
 
@@ -160,7 +163,7 @@ def wide_rows(rounds: int) -> list[Row]:
 
 
 def packing_rows(rounds: int) -> list[Row]:
-    """Packs against samples one by one and against a micro-batch of four."""
+    """Packs against samples one by one, against a micro-batch of four, and against transformers on padded ones."""
     rows: list[Row] = []
     for data, speeds in compare_packing(4 + 2 * rounds).items():
         *others, (packs, packed) = speeds.items()

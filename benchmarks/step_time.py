@@ -19,9 +19,9 @@ from teams import Measured, Step, Team, measure
 from qwen3vl_functional import AdamW, Recipe, init_state, make_train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OURS = "ours"
+OURS, COMPILED = "ours", "ours compiled"
 CONTENDERS = {
-    "fp32": (OURS, "transformers eager", "transformers sdpa"),
+    "fp32": (OURS, COMPILED, "transformers eager", "transformers sdpa"),
     "bf16": (OURS, "transformers eager bf16", "transformers sdpa bf16", "transformers sdpa autocast"),
 }
 
@@ -29,8 +29,8 @@ CONTENDERS = {
 def build(case: Case, dtype: str, contender: str, remat: bool, rank: int = 0) -> Step:
     """A step function that returns its loss. In bf16, ours keeps fp32 weights at rest, as autocast does."""
     params, batch = make_params(case), make_batch(case)
-    if contender == OURS:
-        return our_step(case, params, batch, torch.bfloat16 if dtype == "bf16" else None, remat)
+    if contender in (OURS, COMPILED):
+        return our_step(case, params, batch, torch.bfloat16 if dtype == "bf16" else None, remat, compiled=contender == COMPILED)
     attention = "eager" if "eager" in contender else "sdpa"
     model = transformers_model(case, params, attention=attention)
     del params
@@ -46,11 +46,13 @@ def our_step(
     dtype: torch.dtype | None,
     remat: bool,
     frozen: tuple[str, ...] = (),
+    compiled: bool = False,
 ) -> Step:
     """Our step; ``dtype`` in flight."""
     state = init_state(params, case.config, frozen=frozen)
     optimizer = AdamW(lr=LEARNING_RATE, decay_style="constant", max_grad_norm=MAX_GRAD_NORM)
-    train_step = make_train_step(case.config, optimizer, Recipe(dtype=dtype, remat="full" if remat else "off"), frozen=frozen)
+    recipe = Recipe(dtype=dtype, remat="full" if remat else "off", compiled=compiled)
+    train_step = make_train_step(case.config, optimizer, recipe, frozen=frozen)
 
     def step() -> float:
         nonlocal state
@@ -85,11 +87,11 @@ class StepTimes(NamedTuple):
     contenders: dict[str, Measured]
     peak_flops: float
 
-    def ratio(self, what: Literal["seconds", "peak_memory"]) -> tuple[float, str]:
+    def ratio(self, what: Literal["seconds", "peak_memory"], ours: str = OURS) -> tuple[float, str]:
         """Ours against the peer that needs least, and who that is."""
         values = {name: getattr(found, what) for name, found in self.contenders.items()}
-        best = min((name for name in values if name != OURS), key=values.__getitem__)
-        return values[OURS] / values[best], best
+        best = min((name for name in values if name not in (OURS, COMPILED)), key=values.__getitem__)
+        return values[ours] / values[best], best
 
 
 def measure_step(case: Case, dtype: str, rounds: int, remat: bool) -> StepTimes:
@@ -112,9 +114,10 @@ def report(case: Case, dtype: str, rounds: int, remat: bool) -> None:
         share = 100 * flops / found.seconds / result.peak_flops
         memory = found.peak_memory / 2**20
         print(f"| {name:26} | {1e3 * found.seconds:7.1f} | {share:9.1f} | {memory:8,.0f} | {found.first_loss:10.6f} |")
-    for what in ("seconds", "peak_memory"):
-        ratio, best = result.ratio(what)
-        print(f"{what}: ours / best peer ({best}) = {ratio:.3f}")
+    for ours in (name for name in (OURS, COMPILED) if name in result.contenders):
+        for what in ("seconds", "peak_memory"):
+            ratio, best = result.ratio(what, ours)
+            print(f"{what}: {ours} / best peer ({best}) = {ratio:.3f}")
 
 
 def main() -> None:

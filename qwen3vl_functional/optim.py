@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -113,7 +113,7 @@ def adamw_update(
             [local_view(exp_avg[path]) for path in paths],
             [local_view(exp_avg_sq[path]) for path in paths],
         )
-        rates = {
+        rates: dict[str, Any] = {
             "beta1": cfg.betas[0],
             "beta2": cfg.betas[1],
             "lr": learning_rate(cfg, state.step),
@@ -121,7 +121,7 @@ def adamw_update(
             "eps": cfg.eps,
         }
         if fused:
-            _fused_adamw(lists, torch.tensor(state.step + 1.0, device=device), 1.0 / grad_factor, rates)
+            _fused_adamw(lists, torch.full((), state.step + 1.0, device=device), 1.0 / grad_factor, rates)
         else:
             steps = list(torch.full((len(paths),), float(state.step), device=device).unbind())
             adamw(*lists, [], steps, foreach=cfg.foreach, amsgrad=False, maximize=False, **rates)
@@ -129,18 +129,19 @@ def adamw_update(
 
 
 def _fused_adamw(
-    lists: Sequence[list[torch.Tensor]], step: torch.Tensor, grad_scale: torch.Tensor, rates: Mapping[str, float]
+    lists: Sequence[list[torch.Tensor]], step: torch.Tensor, grad_scale: torch.Tensor, rates: Mapping[str, Any]
 ) -> None:
     """torch's fused kernel, which divides gradients by ``grad_scale``. ``step`` counts this update; all leaves share it."""
+    kernel: Any = torch._fused_adamw_  # its type knows neither None nor mappings
     steps = [step] * len(lists[0])
-    torch._fused_adamw_(*lists, [], steps, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=None, **rates)
+    kernel(*lists, [], steps, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=None, **rates)
 
 
 @functools.cache
 def _has_fused_kernel(device_type: str) -> bool:
     """Whether torch's fused AdamW runs on this kind of device: asked by running it once."""
     one = torch.ones((), device=device_type)
-    rates = {"beta1": 0.9, "beta2": 0.9, "lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
+    rates: dict[str, Any] = {"beta1": 0.9, "beta2": 0.9, "lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
     try:
         _fused_adamw([[torch.ones(1, device=device_type)] for _ in range(4)], one, one, rates)
     except (AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError):  # ways to say "no such kernel"
