@@ -75,6 +75,7 @@ TRAIN = {
         "output_dtype": None,
     },
     "gradient_checkpointing": {"activation_checkpoint": "off"},
+    "compile": False,
     "optimizer": {
         "type": "adamw",
         "lr": 1e-4,

@@ -168,6 +168,12 @@ def test_batch_sizes_must_divide():
     assert text == "train.global_batch_size = 8 is not a multiple of train.micro_batch_size = 3 (in run.yaml)"
 
 
+def test_compiled_tensor_parallelism():
+    text = message("train", {"compile": True, "accelerator": {"tp": 2}})
+    assert text.startswith("train.compile: true with train.accelerator.tp = 2: ") and text.endswith("(in run.yaml)")
+    assert read("train", {"compile": True, "accelerator": {"dp_shard": 2}}).compile
+
+
 def test_lr_min_above_lr():
     text = message("train.optimizer", {"lr": "1e-6"})
     assert text == ("train.optimizer.lr_min = 1e-05 is above train.optimizer.lr = 1e-06: lower lr_min (in run.yaml)")

@@ -144,6 +144,24 @@ def small(raw) -> dict[str, Any]:
     return raw
 
 
+@pytest.mark.slow
+def test_compiled_blocks_on_two_ranks(small, tmp_path):
+    """Each rank compiles; the losses are those of one rank that does not."""
+    expected = alone(small, tmp_path / "alone")
+    small["train"] |= {"accelerator": {"dp_shard": 2}, "compile": True}
+    result = launch(small)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(metrics(small), expected)
+
+
+def test_without_a_compiler_nothing_starts(small, tmp_path):
+    small["train"] |= {"compile": True}
+    result = launch(small, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "programs"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: train.compile: true, but torch.compile does not work here ("), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def write_processor(directory: Path) -> dict[str, int]:
     """A tokenizer of single bytes with Qwen's special tokens, and an image processor; returns the model's token ids."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
