@@ -162,6 +162,11 @@ def _values(indices: torch.Tensor) -> list[int]:
         return indices.tolist()
 
 
+def can_compile_experts() -> bool:
+    """Whether torch.compile may see the experts: as a loop, without the grouped kernel, torch 2.6 computes wrong losses."""
+    return hasattr(F, "grouped_mm")
+
+
 def _can_group(x_RD: torch.Tensor, weight_EDF: torch.Tensor) -> bool:
     """Whether torch has the grouped kernel and takes these operands (rows of whole 16 bytes; no fp64, no empty input)."""
     if not hasattr(F, "grouped_mm") or x_RD.dtype not in (torch.float32, torch.bfloat16, torch.float16):

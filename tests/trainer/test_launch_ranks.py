@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -144,6 +145,12 @@ def small(raw) -> dict[str, Any]:
     return raw
 
 
+needs_grouped_kernel = pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped matmul: train.compile is refused"
+)
+
+
+@needs_grouped_kernel
 @pytest.mark.slow
 def test_compiled_blocks_on_two_ranks(small, tmp_path):
     """Each rank compiles; the losses are those of one rank that does not."""
@@ -154,6 +161,14 @@ def test_compiled_blocks_on_two_ranks(small, tmp_path):
     assert_same_run(metrics(small), expected)
 
 
+def test_without_the_grouped_kernel_nothing_is_compiled(small, monkeypatch):
+    monkeypatch.delattr("torch.nn.functional.grouped_mm", raising=False)
+    small["train"] |= {"compile": True}
+    with pytest.raises(ValueError, match=r"train\.compile: true, but .* has no grouped matmul"):
+        Trainer(config_from_dict(small, source="test")).train()
+
+
+@needs_grouped_kernel
 def test_without_a_compiler_nothing_starts(small, tmp_path):
     small["train"] |= {"compile": True}
     result = launch(small, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "programs"))

@@ -24,6 +24,7 @@ from qwen3vl_functional import (
 )
 from qwen3vl_functional.gathered import share
 from qwen3vl_functional.hf import refuse_square_experts
+from qwen3vl_functional.moe import can_compile_experts
 from qwen3vl_functional.optim import AdamWState, learning_rate
 from qwen3vl_functional.sharding import layouts, local_view, place
 from qwen3vl_functional.spec import count, leaves, split_frozen, to_tensordict
@@ -73,8 +74,12 @@ class Qwen3VLMoeAdapter:
     def setup(self, *, total_steps: int, device: torch.device, mesh: DeviceMesh | None, resume: Path | None = None) -> str:
         config, cfg = self.config, self.architecture
         replicated = _replicated(config, 1 if mesh is None else mesh["dp_replicate"].size() * mesh["dp_shard"].size())
-        if self.recipe.compiled and (problem := compiler_problem(device)):
-            raise ValueError(f"train.compile: true, but torch.compile does not work here ({problem}): mend that, or leave it out")
+        if self.recipe.compiled:
+            no_kernel = None if can_compile_experts() else f"torch {torch.__version__} has no grouped matmul"
+            if problem := no_kernel or compiler_problem(device):
+                raise ValueError(
+                    f"train.compile: true, but torch.compile does not work here ({problem}): mend that, or leave it out"
+                )
         self.device, self.placement = device, place(param_specs(cfg), mesh, replicated=replicated)
         weights = resume or config.model.weights_path
         if weights is None:
