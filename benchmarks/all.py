@@ -24,7 +24,7 @@ import transformers
 from cases import CASES, SMALL, Case, make_batch, make_params, step_flops, transformers_model
 from packing import compare as compare_packing
 from ranks import ALONE, measure_ranks
-from step_time import COMPILED, OURS, StepTimes, build, measure_step, our_step, peer_step
+from step_time import OURS, StepTimes, build, measure_step, our_step, peer_step
 from teams import Measured, Step, Team, measure
 
 from qwen3vl_functional import Qwen3VLMoeConfig
@@ -58,7 +58,7 @@ def step_rows(rounds: int) -> list[Row]:
 def _step(what: str, case: Case, found: StepTimes, peer: str) -> list[Row]:
     rows: list[Row] = []
     theirs = found.contenders[peer]
-    for ours in (name for name in (OURS, COMPILED) if name in found.contenders):
+    for ours in found.ours:
         mine, label = found.contenders[ours], what + ours.removeprefix(OURS)
         digits = 1 if mine.seconds < 0.1 else 0
         rows.append(ratio(f"{label}: step ({peer})", 1e3 * mine.seconds, 1e3 * theirs.seconds, "ms", digits=digits))

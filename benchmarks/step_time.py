@@ -87,10 +87,15 @@ class StepTimes(NamedTuple):
     contenders: dict[str, Measured]
     peak_flops: float
 
+    @property
+    def ours(self) -> list[str]:
+        """Our contenders, as they are and compiled."""
+        return [name for name in (OURS, COMPILED) if name in self.contenders]
+
     def ratio(self, what: Literal["seconds", "peak_memory"], ours: str = OURS) -> tuple[float, str]:
         """Ours against the peer that needs least, and who that is."""
         values = {name: getattr(found, what) for name, found in self.contenders.items()}
-        best = min((name for name in values if name not in (OURS, COMPILED)), key=values.__getitem__)
+        best = min((name for name in values if name not in self.ours), key=values.__getitem__)
         return values[ours] / values[best], best
 
 
@@ -114,7 +119,7 @@ def report(case: Case, dtype: str, rounds: int, remat: bool) -> None:
         share = 100 * flops / found.seconds / result.peak_flops
         memory = found.peak_memory / 2**20
         print(f"| {name:26} | {1e3 * found.seconds:7.1f} | {share:9.1f} | {memory:8,.0f} | {found.first_loss:10.6f} |")
-    for ours in (name for name in (OURS, COMPILED) if name in result.contenders):
+    for ours in result.ours:
         for what in ("seconds", "peak_memory"):
             ratio, best = result.ratio(what, ours)
             print(f"{what}: {ours} / best peer ({best}) = {ratio:.3f}")

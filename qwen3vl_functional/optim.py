@@ -144,6 +144,6 @@ def _has_fused_kernel(device_type: str) -> bool:
     rates: dict[str, Any] = {"beta1": 0.9, "beta2": 0.9, "lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
     try:
         _fused_adamw([[torch.ones(1, device=device_type)] for _ in range(4)], one, one, rates)
-    except (AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError):  # ways to say "no such kernel"
+    except (AttributeError, RuntimeError, TypeError):  # not in this torch, not on this device, with other arguments
         return False
     return True

@@ -338,14 +338,8 @@ def _linearize_compiled(function: _Function, params: Values, inputs: Values) -> 
     def pullback(cotangents: tuple[torch.Tensor, ...]) -> tuple[Values, Values]:
         ends = [(output, grad) for output, grad in zip(outputs, cotangents, strict=True) if output.requires_grad]
         primals = [*params.values(), *inputs.values()]
-        found = torch.autograd.grad(
-            [output for output, _ in ends],
-            primals,
-            [grad for _, grad in ends],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        grads = iter(found)
+        outs, seeds = [output for output, _ in ends], [grad for _, grad in ends]
+        grads = iter(torch.autograd.grad(outs, primals, seeds, allow_unused=True, materialize_grads=True))
         return {name: next(grads) for name in params}, {name: next(grads) for name in inputs}
 
     return _Linearized(tuple(output.detach() for output in outputs), pullback)
@@ -370,7 +364,7 @@ def _program(code: CodeType, num_arguments: int, differentiated: bool) -> Callab
     """A compiled caller for functions of one code object: for all layers of a kind, that is.
 
     torch keeps a few programs (for one shape, for varying shapes, ...) for each code object that it compiles and then goes on
-    without compiling, hence a copy of the code for each use.
+    without compiling, hence a copy of the code for each use: with and without gradients, with and without optional arguments.
     """
 
     def call(fn: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> tuple[torch.Tensor, ...]:
