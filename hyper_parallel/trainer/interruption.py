@@ -51,11 +51,20 @@ class Interruption:
 
 
 @contextlib.contextmanager
-def handed_on(stop_file: Path) -> Iterator[None]:
-    """In the launcher: write the first signal to ``stop_file`` for the ranks; one that comes seconds later ends the launcher at
-    once, and with it all ranks. Child processes inherit the blocked signals."""
-    stop_file.unlink(missing_ok=True)
+def blocked() -> Iterator[None]:
+    """Block the signals in this thread, and in the threads and processes that it starts meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def handed_on(stop_file: Path) -> Iterator[None]:
+    """In the launcher, under ``blocked``: write the first signal to ``stop_file`` for the ranks; one that comes seconds later
+    ends the launcher at once, and with it all ranks."""
+    stop_file.unlink(missing_ok=True)
     done = threading.Event()
 
     def wait() -> None:
@@ -79,4 +88,3 @@ def handed_on(stop_file: Path) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

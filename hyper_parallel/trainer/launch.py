@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..config import AcceleratorConfig, Config, micro_batches_per_step, resolve_topology
 from ..config_loader import load_config
-from .interruption import SIGNALS, Interruption, handed_on
+from .interruption import SIGNALS, Interruption, blocked, handed_on
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -39,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_rank(config)
         processes = number_of_processes(config.train.accelerator, nproc)
         if processes > 1:
-            _check(config, processes)
-            return _start(config, arguments, processes)
+            # From before torch is loaded: it starts threads, and one that does not block a signal may be the one to get it.
+            with blocked():
+                _check(config, processes)
+                return _start(config, arguments, processes)
         from .checkpoint import SaveError  # torch is loaded only once the configuration stands
         from .trainer import Trainer
 

@@ -312,7 +312,9 @@ def test_what_the_ranks_refuse_is_a_mistake_in_the_input(small):
 
 
 @contextlib.contextmanager
-def started(raw: dict[str, Any], start: Sequence[str] = LAUNCH, *, records: int = 3) -> Iterator[tuple[Any, list[int]]]:
+def started(
+    raw: dict[str, Any], start: Sequence[str] = LAUNCH, *, records: int = 3, **variables: str
+) -> Iterator[tuple[Any, list[int]]]:
     """A run in a process group of its own, once it has taken some steps: the launcher, and its descendants' ids."""
     launcher = subprocess.Popen(
         command(raw, start=start),
@@ -320,7 +322,7 @@ def started(raw: dict[str, Any], start: Sequence[str] = LAUNCH, *, records: int 
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**variables),
         start_new_session=True,
     )
     try:

@@ -505,9 +505,9 @@ def test_a_signal_to_one_process(endless, name):
     ],
 )
 def test_a_signal_to_the_launcher_of_two_ranks(endless, name, to_all):
-    """Or to every process at once, as a scheduler or a terminal sends it."""
+    """Or to every process at once, as a scheduler or a terminal sends it. With threads, any of which may get the signal."""
     endless = accelerated(endless, dp_shard=2)
-    with started(endless) as (launcher, children):
+    with started(endless, OMP_NUM_THREADS="2") as (launcher, children):
         assert len(children) == 2
         (os.killpg if to_all else os.kill)(launcher.pid, signal.Signals[name])
         out, err = launcher.communicate(timeout=END_SECONDS)
