@@ -43,12 +43,11 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 class Segments(NamedTuple):
     """Rows packed end to end, cut into segments that attend only to themselves: a text sample, a frame.
 
-    ``pad`` (segments x longest) and ``unpad`` (rows) index between the packed rows and a right-padded rectangle; both None
-    where all segments are equally long. ``keep`` (segments, 1, 1, longest) marks the rectangle's real keys.
+    ``pad`` (count, longest) and ``unpad`` (rows) index between the packed rows and a right-padded rectangle; both None where
+    all segments are equally long. ``keep`` (count, 1, 1, longest) marks the rectangle's real keys.
     """
 
     count: int
-    longest: int
     pad: torch.Tensor | None = None
     unpad: torch.Tensor | None = None
     keep: torch.Tensor | None = None
@@ -58,14 +57,14 @@ def segments(lengths: Sequence[int], device: torch.device | str = "cpu") -> Segm
     """Describe consecutive segments of the given lengths."""
     count, longest = len(lengths), max(lengths, default=0)
     if all(length == longest for length in lengths):
-        return Segments(count, longest)
+        return Segments(count)
     sizes = torch.tensor(lengths)
     column = torch.arange(longest)
     keep = column < sizes[:, None]
     starts = (sizes.cumsum(0) - sizes)[:, None]
-    pad = torch.where(keep, starts + column, 0).flatten()
+    pad = torch.where(keep, starts + column, 0)
     unpad = keep.flatten().nonzero().flatten()
-    return Segments(count, longest, pad.to(device), unpad.to(device), keep[:, None, None, :].to(device))
+    return Segments(count, pad.to(device), unpad.to(device), keep[:, None, None, :].to(device))
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seg: Segments, *, causal: bool) -> torch.Tensor:
@@ -76,9 +75,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seg: Segments, 
     rows, num_heads, head_dim = q.shape
     if rows == 0:
         return q.flatten(1)
+    # A size comes from a tensor where it can: of one that is only a number, torch loses track in the programs that it keeps.
+    shape = (seg.count, -1) if seg.pad is None else seg.pad.shape
     if seg.pad is not None:
-        q, k, v = (x.index_select(0, seg.pad) for x in (q, k, v))
-    q, k, v = (x.view(seg.count, seg.longest, -1, head_dim).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.index_select(0, seg.pad.flatten()) for x in (q, k, v))
+    q, k, v = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     mask = None if causal else seg.keep
     gqa = k.shape[1] != num_heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)

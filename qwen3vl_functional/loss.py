@@ -40,16 +40,17 @@ def head_loss(
     """
     num_rows, vocab = len(targets_N), weight_VD.shape[0]
     begin_V = axis_rank(groups.tp) * vocab
-    rows = min(max(1, CHUNK_BYTES // (4 * vocab)), num_rows)
+    rows = max(1, CHUNK_BYTES // (4 * vocab))
+    chunks = -(-num_rows // rows)
     # One buffer for all chunks: the system clears fresh memory page by page, which takes as long as a third of a matmul.
-    products_RV = torch.empty(rows, vocab, dtype=hidden_ND.dtype, device=hidden_ND.device)
+    products_RV = torch.empty(min(rows, num_rows), vocab, dtype=hidden_ND.dtype, device=hidden_ND.device)
     logits_RV = products_RV if products_RV.dtype == torch.float32 else torch.empty_like(products_RV, dtype=torch.float32)
     loss_sum = hidden_ND.new_zeros((), dtype=torch.float32)
     correct = None if with_grad else torch.empty(num_rows, dtype=torch.bool, device=hidden_ND.device)
     hidden_grad = torch.empty_like(hidden_ND) if with_grad else None
     weight_grad = torch.empty_like(weight_VD) if with_grad and weight_trainable else None
-    for begin in range(0, num_rows, max(1, rows)):
-        part = slice(begin, min(begin + rows, num_rows))
+    for chunk in range(chunks):
+        part = slice(chunk * rows, min((chunk + 1) * rows, num_rows))
         hidden, target = hidden_ND[part], targets_N[part, None] - begin_V  # outside 0 .. vocab: another rank's
         logits = torch.mm(hidden, weight_VD.T, out=products_RV[: len(hidden)])
         if logits_RV is not products_RV:
@@ -76,8 +77,8 @@ def head_loss(
         row_scale = (scale / total).to(hidden.dtype)
         torch.mm(grad, weight_VD, out=hidden_grad[part]).mul_(row_scale)
         if weight_grad is not None:
-            weight_grad.addmm_(grad.T, hidden * row_scale, beta=0 if begin == 0 else 1)
-    if weight_grad is not None and num_rows == 0:
+            weight_grad.addmm_(grad.T, hidden * row_scale, beta=0 if chunk == 0 else 1)
+    if weight_grad is not None and chunks == 0:
         weight_grad.zero_()
     if hidden_grad is not None:
         hidden_grad = _reduced(hidden_grad, groups, dist.ReduceOp.SUM)

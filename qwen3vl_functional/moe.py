@@ -120,37 +120,49 @@ def grouped_linear(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.T
     """``x[rows of expert e] @ weight[e]`` for rows sorted by expert, which end at ``ends_E`` (int32); experts may be empty."""
     if _can_group(x_RD, weight_EDF):
         if torch.compiler.is_compiling() and x_RD.dtype != torch.bfloat16:
-            return _opaque_grouped_mm(x_RD, weight_EDF, ends_E)
+            return _GroupedMM.apply(x_RD, weight_EDF, ends_E)
         return F.grouped_mm(x_RD, weight_EDF, offs=ends_E)
     # unbind once: indexing weight[e] would write a gradient the size of all experts for each of them.
     rows = x_RD.tensor_split(_values(ends_E[:-1]))
     return torch.cat([x @ w for x, w in zip(rows, weight_EDF.unbind(0), strict=True)])
 
 
-@torch.library.custom_op("qwen3vl_functional::grouped_mm", mutates_args=())
-def _opaque_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """torch's grouped matmul, whole for compilers: in other dtypes than bf16 it runs, but cannot be traced."""
+torch.library.define("qwen3vl_functional::grouped_mm", "(Tensor a, Tensor b, Tensor ends_E) -> Tensor")
+
+
+@torch.library.impl("qwen3vl_functional::grouped_mm", "CompositeExplicitAutograd")
+def _(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     return F.grouped_mm(a, b, offs=ends_E)
 
 
-@_opaque_grouped_mm.register_fake
+@torch.library.register_fake("qwen3vl_functional::grouped_mm")
 def _(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     groups = (len(ends_E),) if b.dim() == 2 else ()  # (rows, D) x (E, D, F), or (D, rows) x (rows, F) cut into E products
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
-def _grouped_mm_backward(ctx: Any, grad_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    x_RD, weight_EDF, ends_E = ctx.saved_tensors
-    grad_RF = grad_RF.contiguous()
-    x_grad = _opaque_grouped_mm(grad_RF, weight_EDF.transpose(1, 2), ends_E)
-    return x_grad, _opaque_grouped_mm(x_RD.T, grad_RF, ends_E), None
+def _opaque_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """torch's grouped matmul, whole for compilers: in other dtypes than bf16 it runs, but cannot be traced."""
+    return torch.ops.qwen3vl_functional.grouped_mm(a, b, ends_E)
 
 
-def _keep_operands(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+class _GroupedMM(torch.autograd.Function):
+    """Its derivative, in a form that torch.func can take inside a program too."""
 
+    @staticmethod
+    def forward(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        return _opaque_grouped_mm(x_RD, weight_EDF, ends_E)
 
-_opaque_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_operands)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # pyright: ignore
+        x_RD, weight_EDF, ends_E = ctx.saved_tensors
+        grad_RF = grad_RF.contiguous()
+        x_grad = _opaque_grouped_mm(grad_RF, weight_EDF.transpose(1, 2), ends_E)
+        return x_grad, _opaque_grouped_mm(x_RD.T, grad_RF, ends_E), None
 
 
 def _values(indices: torch.Tensor) -> list[int]:

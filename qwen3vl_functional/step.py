@@ -19,7 +19,7 @@ from .optim import AdamW, AdamWState, adamw_update, clip_factor, global_norm, in
 from .positions import IGNORE_INDEX, Batch, Inputs, prepare
 from .sharding import Placement, local_view
 from .spec import leaves, split_frozen
-from .transforms import LocalWeights, Loss, LossValue, Values, Weights, fuse, run, value_and_grad
+from .transforms import LocalWeights, Loss, LossValue, Values, Weights, compile_end, fuse, run, value_and_grad
 
 LossAggregation = Literal["token_weighted", "rank_average"]
 
@@ -181,7 +181,10 @@ def accumulate(
         loss = training_loss(
             cfg, inputs, trainable, placement.groups, scale=scale, balance_scale=1.0 / parts, dtype=recipe.head_dtype
         )
-        value = value_and_grad(fuse(blocks, weights, loss.reads), loss, weights, trainable, compiled=recipe.compiled)
+        blocks = fuse(blocks, weights, loss.reads)
+        if recipe.compiled:
+            blocks, loss = compile_end(blocks, loss, weights, trainable)
+        value = value_and_grad(blocks, loss, weights, trainable, compiled=recipe.compiled)
         losses.append(value.loss)
         balances += [value.metrics["load_balance"]] if "load_balance" in value.metrics else []
     total = axes.add_up(torch.stack(losses).sum())

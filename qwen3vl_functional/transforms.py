@@ -134,7 +134,7 @@ def within(paths: Iterable[str], roots: Iterable[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)  # asked for every block in every step
 def _within(paths: tuple[str, ...], roots: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(path for root in roots for path in paths if path == root or path.startswith(root + "."))
+    return tuple(dict.fromkeys(path for root in roots for path in paths if path == root or path.startswith(root + ".")))
 
 
 def accumulate(grads: Values, new: Values, pending: Collection[torch.Tensor] = ()) -> None:
@@ -217,8 +217,8 @@ def value_and_grad(
     if tape:
         tape[-1].prefetch(weights)
     result = loss.fn(head_leaves, {name: values[name] for name in loss.reads})
-    weights.reduce({path: grad for path, grad in result.param_grads.items() if path in trainable})
     cotangents = {name: grad for name, grad in result.read_grads.items() if name in differentiable}
+    weights.reduce({path: grad for path, grad in result.param_grads.items() if path in trainable}, cotangents.values())
     del values, head_leaves
     while tape:
         step = tape.pop()
@@ -290,6 +290,44 @@ def _joined(blocks: Sequence[Block], needed: Collection[str]) -> Block:
     return Block(paths, tuple(reads), writes, fn)
 
 
+def compile_end(
+    blocks: Sequence[Block], loss: Loss, weights: Weights, trainable: Collection[str], *, max_bytes: int = FUSE_BYTES
+) -> tuple[Sequence[Block], Loss]:
+    """Where the last block and the loss are bound by dispatch, make them one compiled end of the chain: value and gradients
+    in one program. For a small model that is the whole chain."""
+    size = sum(weights.size(path) for path in weights.paths((*blocks[-1].paths, *loss.paths)))
+    if blocks[-1].remat or loss.dtype is not None or size > max_bytes:
+        return blocks, loss
+    end = absorb(blocks[-1], loss, weights, trainable)
+    program = _program(end.fn.__code__, len(end.paths), True)
+    return blocks[:-1], end._replace(fn=functools.partial(program, end.fn))
+
+
+def absorb(block: Block, loss: Loss, weights: Weights, trainable: Collection[str]) -> Loss:
+    """The end of a chain with its last block in it, differentiated on the spot."""
+    paths = weights.paths(block.paths)
+    reads = tuple(dict.fromkeys([*block.reads, *(name for name in loss.reads if name not in block.writes)]))
+
+    def fn(params: Mapping[str, Any], values: Values) -> LossValue:
+        leaves = {path: params[path] for path in paths}
+        free = {path: leaf for path, leaf in leaves.items() if path in trainable}
+        inputs = {name: values[name] for name in block.reads}
+        outputs, pullback = vjp(_function(block, leaves, {}), free, inputs)[:2]
+        written = dict(zip(block.writes, outputs, strict=True))
+        end = loss.fn(params, {**values, **written})
+        seeds = tuple(end.read_grads.get(name, torch.zeros_like(output)) for name, output in written.items())
+        param_grads, read_grads = pullback(seeds, retain_graph=False, create_graph=False)
+        passed = {name: grad for name, grad in end.read_grads.items() if name not in written}
+        return end._replace(param_grads=_sum(end.param_grads, param_grads), read_grads=_sum(passed, read_grads))
+
+    return Loss((*block.paths, *loss.paths), reads, fn)
+
+
+def _sum(some: Values, others: Values) -> Values:
+    """Gradients of both, added where both have one."""
+    return {**some, **{name: some[name] + grad if name in some else grad for name, grad in others.items()}}
+
+
 _Function = Callable[[Values, Values], tuple[torch.Tensor, ...]]
 
 
@@ -320,27 +358,22 @@ class _Step(NamedTuple):
 def _linearize(
     block: Block, leaves: Values, reads: Values, params: Collection[str], inputs: Collection[str], compiled: bool
 ) -> _Linearized:
-    """Evaluate a block, keeping the residuals until the pullback is called (once)."""
-    primals = {path: leaves[path] for path in params}, {name: reads[name] for name in inputs}
-    function = _function(block, leaves, reads, compiled)
-    if compiled:
-        return _linearize_compiled(function, *primals)
-    outputs, pullback = vjp(function, *primals)[:2]
-    return _Linearized(outputs, functools.partial(pullback, retain_graph=False, create_graph=False))
+    """Evaluate a block, keeping the residuals until the pullback is called (once).
 
-
-def _linearize_compiled(function: _Function, params: Values, inputs: Values) -> _Linearized:
-    """The same through autograd: torch.func cannot look into a compiled program, which brings its own backward."""
-    params, inputs = ({name: x.detach().requires_grad_() for name, x in values.items()} for values in (params, inputs))
+    It returns what ``torch.func.vjp`` returns, whose wrappers around every tensor of every operation would make a step that
+    is bound by dispatch a fifth longer, and which cannot look into a compiled program.
+    """
+    weights = {path: leaves[path].detach().requires_grad_() for path in params}
+    values = {name: reads[name].detach().requires_grad_() for name in inputs}
     with torch.enable_grad():
-        outputs = function(params, inputs)
+        outputs = _function(block, leaves, reads, compiled)(weights, values)
 
     def pullback(cotangents: tuple[torch.Tensor, ...]) -> tuple[Values, Values]:
         ends = [(output, grad) for output, grad in zip(outputs, cotangents, strict=True) if output.requires_grad]
-        primals = [*params.values(), *inputs.values()]
         outs, seeds = [output for output, _ in ends], [grad for _, grad in ends]
+        primals = [*weights.values(), *values.values()]
         grads = iter(torch.autograd.grad(outs, primals, seeds, allow_unused=True, materialize_grads=True))
-        return {name: next(grads) for name in params}, {name: next(grads) for name in inputs}
+        return {path: next(grads) for path in weights}, {name: next(grads) for name in values}
 
     return _Linearized(tuple(output.detach() for output in outputs), pullback)
 

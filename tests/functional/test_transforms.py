@@ -1,4 +1,4 @@
-"""The chain of vjps against torch.func.grad of the composed function, over random chains of blocks."""
+"""The chain of pullbacks against torch.func.grad of the composed function, over random chains of blocks."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from qwen3vl_functional import model, transforms
 from qwen3vl_functional.positions import prepare
 from qwen3vl_functional.spec import leaves, split_frozen, subtree, unflatten
 from qwen3vl_functional.step import training_loss
-from qwen3vl_functional.transforms import Block, Loss, LossValue
+from qwen3vl_functional.transforms import Block, LocalWeights, Loss, LossValue, absorb
 
 SIZE = 3
 LEAVES = ("p.0", "p.1", "q.w", "r", "head")
@@ -119,6 +119,22 @@ def test_equals_func_grad(dtype, tolerance, chain):
     assert not result.param_grads and not result.read_grads and int(result.metrics["n"]) == len(reads)
 
 
+@given(chain=chains(), absorbed=st.integers(1, 6))
+def test_a_loss_may_hold_the_last_blocks(chain, absorbed):
+    """Taken into the loss one after the other, as many as there are: same value, same gradients, same metrics."""
+    blocks, reads, trainable = chain
+    tree = make_tree(torch.float64)
+    expected = value_and_grad(blocks, quadratic(reads), tree, trainable, expected_grads := {})
+    blocks, loss = list(blocks), quadratic(reads)
+    for _ in range(min(absorbed, len(blocks))):
+        loss = absorb(blocks.pop(), loss, LocalWeights(tree), trainable)
+    result = value_and_grad(blocks, loss, tree, trainable, grads := {})
+    torch.testing.assert_close(result.loss, expected.loss)
+    assert grads.keys() == expected_grads.keys() and result.metrics == expected.metrics
+    for path, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[path], rtol=1e-6, atol=1e-6)
+
+
 @given(chain=chains())
 def test_remat_is_bitwise(chain):
     blocks, reads, trainable = chain
@@ -179,13 +195,13 @@ def test_dtype_casts_in_flight_and_gradients_stay_fp32():
 
 
 @pytest.fixture
-def vjp_calls(monkeypatch):
-    calls = []
-    monkeypatch.setattr(transforms, "vjp", lambda *args: calls.append(args) or torch.func.vjp(*args))
-    return calls
+def linearized(monkeypatch):
+    blocks, linearize = [], transforms._linearize
+    monkeypatch.setattr(transforms, "_linearize", lambda block, *args: blocks.append(block) or linearize(block, *args))
+    return blocks
 
 
-def test_only_blocks_that_need_a_gradient_are_linearized(vjp_calls):
+def test_only_blocks_that_need_a_gradient_are_linearized(linearized):
     def fn(*args):
         return (torch.stack([leaf for arg in args for _, leaf in leaves({"": arg})]).sum(0).tanh(),)
 
@@ -198,15 +214,15 @@ def test_only_blocks_that_need_a_gradient_are_linearized(vjp_calls):
         Block(("r",), ("b",), ("c",), fn, remat=True),  # trainable
     ]
     value_and_grad(blocks, quadratic(("c",)), make_tree(torch.float32), {"q.w", "r"}, {})
-    assert len(vjp_calls) == 3
-    vjp_calls.clear()
+    assert len(linearized) == 3
+    linearized.clear()
     value_and_grad(blocks, quadratic(("c",)), make_tree(torch.float32), {"head"}, {})
     run(blocks, make_tree(torch.float32))
-    assert not vjp_calls
+    assert not linearized
 
 
 @pytest.mark.parametrize("remat", ["off", "full", "selective"])
-def test_frozen_tower_stores_nothing(cfg, make_params, make_batch, vjp_calls, remat):
+def test_frozen_tower_stores_nothing(cfg, make_params, make_batch, linearized, remat):
     inputs = prepare(make_batch(cfg), cfg)
     blocks = model.model_blocks(cfg, inputs, remat=remat, rows=inputs.text.target_rows)
     tree = make_params(cfg).to_dict()
@@ -216,7 +232,7 @@ def test_frozen_tower_stores_nothing(cfg, make_params, make_batch, vjp_calls, re
     decoder = [
         block for block in blocks if block.paths[0].startswith(("model.language_model.layers", "model.language_model.norm"))
     ]
-    assert len(vjp_calls) == len(decoder)
+    assert len(linearized) == len(decoder)
     assert grads.keys() == trainable
 
 
