@@ -148,7 +148,9 @@ def forward(
     dtype: torch.dtype | None = None,
 ) -> Outputs:
     """Evaluate the model on a Hugging Face batch (see ``positions.prepare``); pure, so torch.func may transform it."""
-    inputs = prepare(batch, cfg)
+    internals: Any = torch._C
+    with internals._DisableFuncTorch():  # positions are worked out in numpy, which does not take what torch.func wraps
+        inputs = prepare(batch, cfg)
     values = run(model_blocks(cfg, inputs, groups), LocalWeights(params, dtype))
     head = dict(leaves(params))[head_path(cfg)]
     assert groups.tp is None, "logits would be a part of the vocabulary: use the steps, which add up over ranks"

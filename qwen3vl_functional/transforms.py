@@ -1,7 +1,7 @@
-"""Function transformers: a model is a list of blocks over named values, differentiated block by block on torch.func.vjp.
+"""Function transformers: a model is a list of blocks over named values, differentiated block by block.
 
 ``torch.func.grad`` differentiates with ``create_graph=True`` and so keeps everything until the end: three times the memory.
-A chain of ``vjp`` pullbacks, each released as soon as it was pulled, costs what plain autograd costs, and leaves every cast,
+A chain of pullbacks, each released as soon as it was pulled, costs what plain autograd costs, and leaves every cast,
 recompute and release as a line in a loop that one can read.
 """
 

@@ -1,4 +1,4 @@
-"""The step: accumulation, remat, freezing, load balance, evaluation; the same by plain autograd and torch's AdamW."""
+"""The step: accumulation, remat, freezing, load balance, evaluation; the same by torch.func and torch's AdamW."""
 
 import dataclasses
 import math
@@ -49,17 +49,20 @@ def shifted_labels(batch):
     return labels.masked_fill(batch["attention_mask"] == 0, -100)
 
 
-def autograd(params, batches, cfg):
-    """Loss over all batches together, and its gradients, by plain autograd over ``forward``."""
-    free = {path: leaf.clone().requires_grad_() for path, leaf in flat(params).items()}
-    total, count = 0.0, 0
-    for batch in batches:
-        labels = shifted_labels(batch)
-        logits = dense_logits(to_tensordict(free), batch, cfg)
-        total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        count += int((labels != -100).sum())
-    loss = total / count
-    return loss.detach(), count, dict(zip(free, torch.autograd.grad(loss, list(free.values())), strict=True))
+def func_grad(params, batches, cfg):
+    """Loss over all batches together, and its gradients, by torch.func over ``forward``."""
+    labels = [shifted_labels(batch) for batch in batches]
+    count = sum(int((wanted != -100).sum()) for wanted in labels)
+
+    def mean_loss(free):
+        pairs = [
+            (dense_logits(free, batch, cfg).flatten(0, 1), wanted.flatten())
+            for batch, wanted in zip(batches, labels, strict=True)
+        ]
+        return sum(F.cross_entropy(*pair, ignore_index=-100, reduction="sum") for pair in pairs) / count
+
+    grads, loss = torch.func.grad_and_value(mean_loss)(params)
+    return loss, count, flat(grads)
 
 
 def rows_of(batch, begin, end, cfg):
@@ -79,12 +82,12 @@ def params(cfg, make_params):
 
 
 @pytest.mark.parametrize("text", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": (0, 2)}])
-def test_gradients_equal_autograd(cfg, make_params, make_batch, text):
+def test_gradients_equal_torch_func(cfg, make_params, make_batch, text):
     cfg = dataclasses.replace(cfg, text=dataclasses.replace(cfg.text, **text))
     params = make_params(cfg)
     batches = [make_batch(cfg, seed=0), make_batch(cfg, seed=1, text_lengths=(5,))]
     loss, balance, num_targets, grads = gradients(params, batches, cfg)
-    expected_loss, count, expected = autograd(params, batches, cfg)
+    expected_loss, count, expected = func_grad(params, batches, cfg)
     assert balance is None and num_targets == count == sum(map(count_targets, batches))
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
     assert_same_grads(grads, expected)
@@ -103,7 +106,7 @@ def test_steps_equal_torch_optimizer(cfg, params, make_batch):
     step, state = make_train_step(cfg, optimizer), init_state(params.clone(), cfg)
     for number in range(3):
         batches = [make_batch(cfg, seed=number), make_batch(cfg, seed=10 + number, text_lengths=(3, 6))]
-        loss, count, grads = autograd(to_tensordict(theirs), batches, cfg)
+        loss, count, grads = func_grad(to_tensordict(theirs), batches, cfg)
         for path, leaf in theirs.items():
             leaf.grad = grads[path]
         norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.3)
@@ -181,7 +184,7 @@ def test_labels_on_padding_do_not_count(cfg, params, make_batch):
     batch["labels"] = torch.where(batch["attention_mask"] == 0, 5, batch["labels"])
     assert int((batch["attention_mask"] == 0).sum()) > 2
     loss, _, num_targets, grads = gradients(params, [batch], cfg)
-    expected_loss, count, expected = autograd(params, [batch], cfg)
+    expected_loss, count, expected = func_grad(params, [batch], cfg)
     assert num_targets == count == make_eval_step(cfg)(params, batch).num_targets
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
     assert_same_grads(grads, expected)
