@@ -147,7 +147,7 @@ def _opaque_grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Its derivative, in a form that torch.func can take inside a program too."""
+    """The grouped matmul with its derivative, in a form that torch.func can take inside a program too."""
 
     @staticmethod
     def forward(x_RD: torch.Tensor, weight_EDF: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
