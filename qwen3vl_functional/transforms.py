@@ -372,7 +372,9 @@ def _linearize(
         ends = [(output, grad) for output, grad in zip(outputs, cotangents, strict=True) if output.requires_grad]
         outs, seeds = [output for output, _ in ends], [grad for _, grad in ends]
         primals = [*weights.values(), *values.values()]
-        grads = iter(torch.autograd.grad(outs, primals, seeds, allow_unused=True, materialize_grads=True))
+        found = torch.autograd.grad(outs, primals, seeds, allow_unused=True)
+        # Zeros of our own: those of torch 2.6's materialize_grads require a gradient.
+        grads = iter([torch.zeros_like(x) if grad is None else grad for x, grad in zip(primals, found, strict=True)])
         return {path: next(grads) for path in weights}, {name: next(grads) for name in values}
 
     return _Linearized(tuple(output.detach() for output in outputs), pullback)
